@@ -1,0 +1,92 @@
+"""The figures of the README: run the commands, keep what they wrote, and print the table.
+
+python scripts/measured.py run [FILTER]   # write docs/measured/*.json, those that match FILTER
+python scripts/measured.py table          # put the table between the markers of README.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "measured"
+MARKERS = re.compile(r"(<!-- measured: [^>]*-->\n).*?(<!-- /measured -->)", re.DOTALL)
+
+RULES = ("balanced", "floored", "theorem", "appendix", "scalar", "flat")
+UNDEFINED_ON_ZERO_SCALES = ("appendix", "scalar")
+
+
+def commands() -> dict[str, list[str]]:
+    """File name -> arguments of `contextfold`."""
+    found = {"demo": ["demo", "--json"]}
+    for dtype in ("float32", "bfloat16"):
+        for model, rules in (("smollm2", RULES[:1]), ("gemma3-270m", RULES)):
+            for rule in rules:
+                arguments = ["verify", "--suite", "paper", "--model", model, "--dtype", dtype, "--rule", rule, "--json"]
+                if rule in UNDEFINED_ON_ZERO_SCALES:
+                    arguments += ["--fallback", "floored"]
+                found[f"paper-{model}-{dtype}-{rule}"] = arguments
+    return found
+
+
+def run(pattern: str) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, arguments in commands().items():
+        if not re.search(pattern, name):
+            continue
+        printed = subprocess.run(["contextfold", *arguments], stdout=subprocess.PIPE, text=True, check=False).stdout
+        result = {"command": " ".join(["contextfold", *arguments]), **json.loads(printed)}
+        (FOLDER / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def table() -> str:
+    """Markdown rows from the files that are there."""
+    rows = [
+        "| model | dtype | rule | same token | worst gap | under one rounding | max abs dm | the model with itself | "
+        "without patch |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in commands():
+        path = FOLDER / f"{name}.json"
+        if name == "demo" or not path.exists():
+            continue
+        r = json.loads(path.read_text())
+        fallback = f" (else {r['fallback']})" if r["fallback"] else ""
+        rule = r["rule"] if r["max_abs_dm"] else "no norm after the MLP"
+        n = r["tokens"]
+        cells = [
+            r["model"],
+            r["dtype"],
+            rule + fallback,
+            f"{r['top1_matches']} / {n}",
+            f"{r['worst_logit_gap']:.2g}",
+            f"{r['perturbed_top1_matches']} / {n}, {r['perturbed_worst_logit_gap']:.2g}",
+            f"{r['max_abs_dm']:.2g}",
+            f"{r['scatter_top1_matches']} / {n}, {r['scatter_logit_gap']:.2g}",
+            f"{r['unpatched_logit_gap']:.3g}",
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def readme() -> str:
+    """README.md with the table as it should be."""
+    return MARKERS.sub(lambda found: found[1] + table() + found[2], (ROOT / "README.md").read_text())
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["run", *rest]:
+            run(rest[0] if rest else "")
+        case ["table"]:
+            (ROOT / "README.md").write_text(readme())
+        case _:
+            raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What can go wrong, as a tree.
+
+ContextfoldError
+├── InputError            the arguments make no sense (lengths, spans, names, dtypes)
+├── UnsupportedModel      no anatomy is known for this model, or the known one does not hold on it
+│   └── ProbeFailed       a block was rebuilt from its form and did not give what the layer computed
+├── NotControllable       the mathematics refuses: an outcome that makes an exact edit impossible
+├── NoWay                 the calculus refuses: no parameter of the block can do what is asked
+├── PatchMismatch         the patch was made for another model or for other weights
+└── PatchFileError        the file is not a patch that this version can read
+    ├── PatchFileDamaged  truncated, corrupted, or inconsistent with its own header
+    ├── PatchFileForeign  a valid file of another format
+    └── PatchFileNewer    written by a newer version of the format
+
+Every message says what was met, what is supported and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextfold.outcomes import Finding
+
+__all__ = [
+    "ContextfoldError",
+    "InputError",
+    "NoWay",
+    "NotControllable",
+    "PatchFileDamaged",
+    "PatchFileError",
+    "PatchFileForeign",
+    "PatchFileNewer",
+    "PatchMismatch",
+    "ProbeFailed",
+    "UnsupportedModel",
+]
+
+
+class ContextfoldError(Exception):
+    """Base of everything that contextfold raises on purpose."""
+
+
+class InputError(ContextfoldError, ValueError):
+    """The arguments make no sense."""
+
+
+class UnsupportedModel(ContextfoldError):
+    """No anatomy is known for this model, or the known one does not hold on it."""
+
+
+class ProbeFailed(UnsupportedModel):
+    """A block was rebuilt from its form and did not give what the layer computed."""
+
+
+class NotControllable(ContextfoldError):
+    """An exact edit is impossible; `findings` holds the outcomes that say why."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("; ".join(str(finding) for finding in self.findings))
+
+
+class NoWay(ContextfoldError):
+    """No parameter of the block can do what is asked; `reasons` is the chain, a cause below what it explains."""
+
+    def __init__(self, asked: str, reasons: Sequence[str]) -> None:
+        self.asked, self.reasons = asked, tuple(reasons)
+        super().__init__("\n".join((f"{asked}:", *self.reasons)))
+
+
+class PatchMismatch(ContextfoldError):
+    """The patch was made for another model or for other weights."""
+
+
+class PatchFileError(ContextfoldError):
+    """The file is not a patch that this version can read."""
+
+
+class PatchFileDamaged(PatchFileError):
+    """Truncated, corrupted, or inconsistent with its own header."""
+
+
+class PatchFileForeign(PatchFileError):
+    """A valid file of another format."""
+
+
+class PatchFileNewer(PatchFileError):
+    """Written by a newer version of the format."""

@@ -1,0 +1,19 @@
+"""Exact patches: which edits, solved in which order."""
+
+from contextfold.fold.block import LayerReport
+from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
+from contextfold.fold.token import DEFAULT_RULE, Folded, fold_token, reference
+
+__all__ = [
+    "DEFAULT_RULE",
+    "SINK",
+    "Folded",
+    "LayerReport",
+    "Positions",
+    "Spans",
+    "Split",
+    "digest",
+    "fold_token",
+    "reference",
+    "split",
+]

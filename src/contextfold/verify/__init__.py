@@ -1,0 +1,26 @@
+"""Whether it is true: metrics, negative controls, verdicts."""
+
+from contextfold.verify.controls import negative_controls, random_like, shuffled
+from contextfold.verify.metrics import Comparison, compare
+from contextfold.verify.step import Step, prove_patch, prove_token, rounding_noise
+from contextfold.verify.suite import Prompt, Settings, continuation, fold_and_prove, verify_patch, verify_prompts
+from contextfold.verify.verdict import Verdict
+
+__all__ = [
+    "Comparison",
+    "Prompt",
+    "Settings",
+    "Step",
+    "Verdict",
+    "compare",
+    "continuation",
+    "fold_and_prove",
+    "negative_controls",
+    "prove_patch",
+    "prove_token",
+    "random_like",
+    "rounding_noise",
+    "shuffled",
+    "verify_patch",
+    "verify_prompts",
+]

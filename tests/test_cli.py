@@ -1,0 +1,135 @@
+"""The command line on a tiny model folder: exit codes, JSON, one-line errors, nothing written on bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from contextfold import cli
+from contextfold.patchfile import load
+from tiny import build
+
+CONTEXT, QUERY = "a b c d e f g h ", "i j k l"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Gemma 3 with a tokenizer of one token per letter."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    words = ["<unk>", "<bos>", *(chr(c) for c in range(32, 127))]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>").save_pretrained(path)
+    build("gemma3_text", torch.float32).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["contextfold", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        return stopped.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+def test_fold_proves_and_writes_a_patch_that_verify_accepts(call, folder, tmp_path):
+    out = tmp_path / "patch.safetensors"
+    code, printed, _ = call("fold", folder, "--context", CONTEXT, "--query", QUERY, "--out", out, "--json")
+    found = json.loads(printed)
+    assert (code, found["proven"], found["patch"]) == (0, True, str(out))
+    assert load(out).header.kind == "token"
+    code, printed, _ = call("verify", folder, "--patch", out, "--context", CONTEXT, "--query", QUERY, "--json")
+    assert (code, json.loads(printed)["top1_matches"]) == (0, 1)
+    code, printed, _ = call("inspect", out, "--json")
+    assert (code, json.loads(printed)["header"]["model_type"]) == (0, "gemma3_text")
+
+
+def test_tables_end_with_a_verdict(call, folder, tmp_path):
+    code, printed, _ = call("fold", folder, "--context", CONTEXT, "--query", QUERY, "--out", tmp_path / "p.safetensors")
+    assert code == 0
+    for words in ("Proven", "without patch (control)", "shuffled context (control)", "per layer", "Wrote"):
+        assert words in printed
+
+
+def test_the_suite_prints_one_json_object(call, folder):
+    code, printed, _ = call(
+        "verify", "--suite", "paper", "--model", folder, "--tokens", 1, "--json", "--rule", "floored"
+    )
+    found = json.loads(printed)
+    assert code in (0, 1)
+    assert found["tokens"] == 5
+    assert {"scatter_top1_matches", "scatter_logit_gap", "max_abs_dm", "controls"} <= set(found)
+
+
+def test_inspect_shows_the_anatomy(call, folder):
+    code, printed, _ = call("inspect", folder, "--json")
+    found = json.loads(printed)
+    assert (code, found["family"], len(found["blocks"])) == (0, "gemma2", 3)
+    assert found["blocks"][0]["norm_post_convention"] == "1 + w"
+
+
+def test_arguments_from_a_file(call, folder, tmp_path):
+    note = tmp_path / "note.txt"
+    note.write_text(CONTEXT)
+    code, _, _ = call("fold", folder, "--context", f"@{note}", "--query", QUERY, "--json")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fold", "nowhere", "--context", CONTEXT, "--query", QUERY], "nowhere"),
+        (["fold", "{folder}", "--context", "", "--query", QUERY], "empty"),
+        (["fold", "{folder}", "--context", "@missing.txt", "--query", QUERY], "missing.txt"),
+        (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--keep", "5:2"], "5:2"),
+        (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--rule", "magic"], "balanced"),
+        (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--out", "/no/such/folder/x"], "--out"),
+        (["verify", "{folder}"], "--suite"),
+        (["verify", "--suite", "paper"], "model"),
+        (["verify", "{folder}", "--suite", "other"], "paper"),
+        (
+            ["verify", "{folder}", "--patch", "missing.safetensors", "--context", CONTEXT, "--query", QUERY],
+            "no patch file",
+        ),
+        (["inspect", "missing.safetensors"], "no patch file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(call, folder, tmp_path, arguments, message):
+    before = sorted(tmp_path.iterdir())
+    code, printed, errors = call(*(a.format(folder=folder) for a in arguments))
+    assert code == 2
+    assert printed == ""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in errors
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    from contextfold.errors import InputError
+
+    monkeypatch.setattr(sys, "argv", ["contextfold", "--debug", "verify", "x"])
+    with pytest.raises(InputError):
+        cli.main()
+
+
+def test_the_public_surface_is_the_list():
+    import contextfold
+
+    assert contextfold.__all__ == sorted(contextfold.__all__, key=lambda n: (not n.isupper(), n[0].islower(), n))
+    for name in contextfold.__all__:
+        assert getattr(contextfold, name) is not None
+    assert set(contextfold.__all__) == set(contextfold._HOME)
+    with pytest.raises(AttributeError):
+        contextfold.nothing  # noqa: B018
