@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from contextfold.anatomy import Block, Bound
+from contextfold.anatomy.discover import differences, source
 from contextfold.patch import Patch
 
-__all__ = ["anatomy_json", "patch_json"]
+__all__ = ["anatomy_json", "discovery_json", "patch_json"]
 
 
 def anatomy_json(bound: Bound) -> dict[str, Any]:
@@ -25,15 +26,27 @@ def anatomy_json(bound: Bound) -> dict[str, Any]:
     }
 
 
+def discovery_json(found: Bound, record: Bound | None) -> dict[str, Any]:
+    """A discovered anatomy, what the record of the model's type says differently, and the text of the new record."""
+    return {
+        **anatomy_json(found),
+        "record": None if record is None else record.family.name,
+        "agrees": None if record is None else not differences(record, found),
+        "differences": [] if record is None else list(differences(record, found)),
+        "source": source(found.family),
+    }
+
+
 def _block_json(block: Block) -> dict[str, Any]:
     post = block.norm_post
     return {
         "layer": block.index,
         "input_maps": [linear.site.name for linear in block.input_maps],
-        "output_map": block.output_map.site.name,
+        "output_map": block.output_maps[0].site.name,
+        "output_maps": [linear.site.name for linear in block.output_maps],
         "norm_post": None if post is None else post.site.name,
         "norm_post_convention": None if post is None else ("1 + w" if post.offset else "w"),
-        "alpha": block.alpha,
+        "alpha": block.alpha.tolist(),
     }
 
 

@@ -27,6 +27,16 @@ class Outcome(Enum):
         "the sink and the query read (nearly) the same vector here, so no edit moves one and not the other; the "
         "query was matched, and the sink moves with it",
     )
+    LEAST_SQUARES = (
+        False,
+        "the positions read dependent vectors that want different changes, so no edit meets them all; the "
+        "least-squares edit was taken, and the layers above take up the rest",
+    )
+    SCALE_INFEASIBLE = (
+        False,
+        "no positive scale lets every position reach its target; the nearest reachable branches were taken, and the "
+        "layers above take up the rest. Fold fewer positions to be exact here",
+    )
     SECULAR_HARD_CASE = (
         False,
         "the secular equation of the RMSNorm inversion has no root; its hard case was solved: the remaining norm "
@@ -63,7 +73,8 @@ class Outcome(Enum):
     )
     EXPERT_FLIP = (
         False,
-        "rounding selected other experts than the context did; the output was aimed at with the experts that are "
+        "other experts are active than with the context, because rounding swapped them or because the router also reads "
+        "something that the input maps do not (the router below it); the output was aimed at with the experts that are "
         "really active",
     )
     TIED_ROUTER = (

@@ -6,8 +6,11 @@ stands in a file, of `patchfile`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from types import MappingProxyType
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.lowrank import LowRank
 
-__all__ = ["BiasEdit", "Edit", "Header", "MatrixEdit", "Patch", "ScaleEdit", "Site"]
+__all__ = ["BiasEdit", "Edit", "Header", "MatrixEdit", "Patch", "ScaleEdit", "Site", "combine"]
 
 
 @dataclass(frozen=True, order=True)
@@ -58,15 +61,20 @@ class MatrixEdit:
 
     def merged(self, stored: Tensor, site: Site) -> Tensor:
         """The edited parameter: summed in the wider dtype of weight and factors, then rounded to that of `stored`."""
-        wide = torch.promote_types(stored.dtype, self.delta.B.dtype)
-        delta = self.delta.to(wide, stored.device)
         if site.expert is not None:
             whole = stored.clone()
-            part = site.matrix(whole)
-            part.copy_(torch.addmm(part.to(wide), delta.B, delta.A))
+            self.write(site.matrix(whole), site.matrix(stored))
             return whole
+        wide = torch.promote_types(stored.dtype, self.delta.B.dtype)
+        delta = self.delta.to(wide, stored.device)
         left, right = (delta.A.T, delta.B.T) if site.transposed else (delta.B, delta.A)
         return torch.addmm(stored.to(wide), left, right).to(stored.dtype)
+
+    def write(self, target: Tensor, original: Tensor) -> None:
+        """Put the edited `original (out, in)` into `target`, a view of one slice of a stacked parameter."""
+        wide = torch.promote_types(original.dtype, self.delta.B.dtype)
+        delta = self.delta.to(wide, original.device)
+        target.copy_(torch.addmm(original.to(wide), delta.B, delta.A))
 
     def scaled(self, factor: float) -> MatrixEdit:
         return MatrixEdit(self.delta * factor)
@@ -125,7 +133,7 @@ class Header:
     """What a patch is for, and the receipt of how it was made."""
 
     kind: str
-    """`token`: exact at the last kept position of one token sequence."""
+    """`token`: exact at the last kept position of one token sequence. `scaled` and `sum` are exact nowhere."""
     model_type: str
     fingerprint: str
     """SHA-256 over all weights of the model that it was solved on."""
@@ -184,29 +192,72 @@ class Patch:
         return max((float(c.abs().max()) for c in changes), default=0.0)
 
     def select(self, layers: Collection[int]) -> Patch:
-        """The edits of some layers only."""
-        return replace(self, edits={s: e for s, e in self.edits.items() if s.layer in layers})
+        """The edits of some layers only; exact nowhere unless they are all there are."""
+        edits = {s: e for s, e in self.edits.items() if s.layer in layers}
+        return self if len(edits) == len(self.edits) else Patch(replace(self.header, exact_at=()), edits)
 
     def __mul__(self, factor: float) -> Patch:
-        """`patch * 0.5` lies half-way between without and with the context; exact only at 0 and 1."""
-        return replace(self, edits={s: e.scaled(factor) for s, e in self.edits.items()})
+        """`patch * 0.5` lies half-way between without and with the context; exact only at 0 and 1.
+
+        Once is the patch itself, bit for bit: `base + 1 · (value − base)` need not be `value`.
+        """
+        if factor == 1:
+            return self
+        header = replace(self.header, kind="scaled", exact_at=())
+        return Patch(header, {s: e.scaled(factor) for s, e in self.edits.items()})
 
     __rmul__ = __mul__
+
+    def __neg__(self) -> Patch:
+        return self * -1.0
+
+    def __sub__(self, other: Patch) -> Patch:
+        """What the first changes and the second does not: `dP − dQ` at every site, under the rules of a sum."""
+        return self + -other
 
     def __add__(self, other: Patch) -> Patch:
         """Both edits at every site; matrices and biases add, two edits of one scale are refused."""
         if self.header.fingerprint != other.header.fingerprint:
-            raise PatchMismatch("the patches were made for different models or weights, so they cannot be added")
+            raise PatchMismatch(
+                "the patches were made for different models or weights, so they cannot be added; fold both contexts on "
+                "one model"
+            )
         edits = dict(self.edits)
         for site, edit in other.edits.items():
             edits[site] = _sum(site, edits[site], edit) if site in edits else edit
-        header = replace(
-            self.header,
-            kind="sum",
-            exact_at=(),
-            plan=(*self.header.plan, *other.header.plan),
-        )
-        return Patch(header, edits)
+        return Patch(_joined(self.header, other.header), edits)
+
+
+def combine(patches: Sequence[Patch], weights: Sequence[float]) -> Patch:
+    """`Σ weight · patch`, site by site, for matrices and biases; one patch once is that patch, bit for bit.
+
+    The sum acts on weights, not on contexts: it is exact for no context, and says so in its header. Two patches that
+    set the same norm scale are refused, because a scale belongs to one base and two of them do not add.
+
+    Raises `InputError` for that, for no patches, and for weights that are missing or not finite, and `PatchMismatch`
+    for patches of different models or weights.
+    """
+    if not patches or len(patches) != len(weights):
+        raise InputError(f"{len(patches)} patches and {len(weights)} weights; give one weight for each patch")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise InputError(f"the weights {list(weights)} are not all finite numbers")
+    return reduce(add, (patch * weight for patch, weight in zip(patches, weights, strict=True)))
+
+
+def _joined(first: Header, second: Header) -> Header:
+    """The header of a sum: exact nowhere, and about a run only where both patches are about that run."""
+    same_run = first.tokens_digest == second.tokens_digest
+    return replace(
+        first,
+        kind="sum",
+        positions=first.positions if same_run else (),
+        exact_at=(),
+        tokens_digest=first.tokens_digest if same_run else "",
+        context_digest=first.context_digest if first.context_digest == second.context_digest else "",
+        attention=first.attention if first.attention == second.attention else "mixed",
+        materialised=first.materialised and second.materialised,
+        plan=tuple(dict.fromkeys((*first.plan, *second.plan))),
+    )
 
 
 def _sum(site: Site, first: Edit, second: Edit) -> Edit:

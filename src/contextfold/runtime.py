@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy import Block, Bound, first_output, first_tensor, weights_digest
+from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
+from contextfold.anatomy import rows as first_rows
 from contextfold.errors import InputError, NotControllable, PatchMismatch
 from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
@@ -34,6 +35,7 @@ __all__ = [
     "materialised",
     "recording",
     "run",
+    "takes_positions",
 ]
 
 
@@ -53,18 +55,17 @@ class Run:
 def run(model: nn.Module, tokens: Run, last: int = 1) -> Tensor:
     """Logits `(last, V)` of the last positions, from one ordinary forward without a cache.
 
-    Positions are always passed. So is a mask of ones: without it transformers takes a gap in the positions for the
-    border of a packed sequence, and tokens behind the gap would not see those before it.
+    Positions are always passed to models that take any. So is a mask of ones: without it transformers takes a gap in
+    the positions for the border of a packed sequence, and tokens behind the gap would not see those before it.
     """
     ids = tokens.ids[None].to(_device(model))
-    arguments: dict[str, Any] = {"logits_to_keep": last} if _keeps_logits(model) else {}
-    output = model(
-        input_ids=ids,
-        position_ids=tokens.positions[None].to(ids.device),
-        attention_mask=torch.ones_like(ids),
-        use_cache=False,
-        **arguments,
-    )
+    arguments: dict[str, Any] = {}
+    if _keeps_logits(model):
+        # Positions and not their number: given a number, Gemma 4 drops all other tokens from its late layers.
+        arguments["logits_to_keep"] = torch.arange(ids.shape[1], device=ids.device)[-last:]
+    if takes_positions(model):
+        arguments["position_ids"] = tokens.positions[None].to(ids.device)
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments)
     logits: Tensor = output.logits[0, -last:]
     return logits
 
@@ -83,10 +84,13 @@ class Decoder:
         n = ids.numel()
         where = torch.arange(self._seen, self._seen + n) if positions is None else positions
         device = _device(self._model)
-        arguments: dict[str, Any] = {"logits_to_keep": 1} if _keeps_logits(self._model) else {}
+        arguments: dict[str, Any] = {}
+        if _keeps_logits(self._model):
+            arguments["logits_to_keep"] = torch.arange(n, device=device)[-1:]
+        if takes_positions(self._model):
+            arguments["position_ids"] = where[None].to(device)
         output = self._model(
             input_ids=ids[None].to(device),
-            position_ids=where[None].to(device),
             attention_mask=torch.ones((1, self._seen + n), dtype=torch.int64, device=device),
             cache=self._cache,
             use_cache=True,
@@ -102,6 +106,11 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+def takes_positions(model: nn.Module) -> bool:
+    """Whether positions can be given. Recurrent models have none, and models with ALiBi count tokens themselves."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 def _keeps_logits(model: nn.Module) -> bool:
     """Whether the model can compute the logits of the last positions only (a vocabulary is wide)."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -109,7 +118,7 @@ def _keeps_logits(model: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class BlockState:
-    """What one block did at the recorded rows, by letter: `x, v, z, h, y (n, ·)` in the model's dtype."""
+    """What one block did at the recorded rows, by letter: `x, v, z, h, y, t (n, ·)` in the model's dtype."""
 
     letters: dict[str, Tensor] = field(default_factory=dict)
 
@@ -121,7 +130,9 @@ class BlockState:
 def recording(blocks: Sequence[Block], rows: slice | Sequence[int], letters: str) -> Iterator[list[BlockState]]:
     """Listen to `blocks` during the forwards inside the `with`; a later forward overwrites an earlier one.
 
-    `rows` picks positions of the first batch row. `letters` is any of `xvzhy`.
+    `rows` picks positions of the first batch row. `letters` is any of `xvzhyt`, t being the finished sum, which is y
+    itself unless a norm over the sum follows. Blocks without a token-wise branch have no z, mixtures no single h, and
+    parallel blocks no v in one place.
     """
     states = [BlockState() for _ in blocks]
     with ExitStack() as stack:
@@ -135,14 +146,20 @@ def _listeners(
     block: Block, state: BlockState, rows: slice | Sequence[int], letters: str
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
     def keep(letter: str, value: Tensor) -> None:
-        state.letters[letter] = value[0, rows].detach().clone()
+        state.letters[letter] = first_rows(value)[rows].detach().clone()
 
-    sources = {"x": block.layer, "v": block.norm_pre, "z": block.input_maps[0].module, "h": block.output_map.module}
-    for letter in letters:
-        if letter == "y":
-            yield block.layer.register_forward_hook(lambda _m, _a, output: keep("y", first_output(output)))
-        else:
-            yield before(sources[letter], partial(keep, letter))
+    if "z" in letters and block.reads_z is not None:
+        yield before(block.reads_z, partial(keep, "z"))
+    if "x" in letters:
+        yield before(block.layer, partial(keep, "x"))
+    if "y" in letters:
+        yield block.layer.register_forward_hook(lambda _m, _a, output: keep("y", first_output(output)))
+    if "h" in letters and isinstance(block, DenseBlock):
+        yield before(block.output_map.module, partial(keep, "h"))
+    if "v" in letters and len(block.residual) == 1:
+        yield block.residual[0].listen(partial(keep, "v"))
+    if "t" in letters:
+        yield block.total.listen(partial(keep, "t"))
 
 
 def before(module: nn.Module, listen: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
@@ -193,6 +210,15 @@ class Overlay(ABC):
     ) -> None:
         self._stack.close()
 
+    def _lend_slice(self, site: Site, edit: MatrixEdit) -> None:
+        """Slices of one parameter are lent one by one, into a copy made for the first of them."""
+        parameter, original = self._originals[site]
+        if parameter.data.data_ptr() == original.data_ptr():
+            parameter.data = original.clone()
+        part = site.matrix(parameter.data)
+        edit.write(part, site.matrix(original))
+        _check_finite(site, part)
+
     @abstractmethod
     def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
         """Get ready to lend at `site`; push onto `stack` what gives the model back."""
@@ -215,13 +241,27 @@ class Written(Overlay):
 
     def _lend(self, site: Site, edit: Edit) -> None:
         parameter, original = self._originals[site]
-        parameter.data = _merged(site, edit, original)
+        if isinstance(edit, MatrixEdit) and site.expert is not None:
+            self._lend_slice(site, edit)
+        else:
+            parameter.data = _merged(site, edit, original)
 
 
 class Action(Overlay):
-    """Matrix and bias edits act beside the module; a scale edit lends its norm another parameter for one call."""
+    """Edits of plain linear maps act beside the module; norms and routers are lent another parameter for each call.
+
+    Maps of experts share a stacked parameter, which may be read by another module than the one that owns it; so that
+    is lent for as long as the overlay lasts.
+    """
 
     def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
+        parameter = owner.get_parameter(site.parameter)
+        original = parameter.data
+        self._originals[site] = (parameter, original)
+        stack.callback(_set_data, parameter, original)
+        if site.expert is not None:
+            return
+
         def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             match self._edits.get(site):
                 case MatrixEdit(delta):
@@ -232,34 +272,44 @@ class Action(Overlay):
                 case _:
                     return output
 
-        parameter = owner.get_parameter(site.parameter)
-        original = parameter.data
-        self._originals[site] = (parameter, original)
-
         def lend(module: nn.Module, args: tuple[Any, ...]) -> None:
             edit = self._edits.get(site)
-            if isinstance(edit, ScaleEdit):
+            if edit is not None:
                 parameter.data = _merged(site, edit, original)
 
         def take_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             parameter.data = original
 
-        stack.callback(owner.register_forward_hook(act, with_kwargs=True).remove)
-        stack.callback(owner.register_forward_pre_hook(lend).remove)
-        stack.callback(owner.register_forward_hook(take_back, always_call=True).remove)
-        stack.callback(_set_data, parameter, original)
+        if _is_plain_map(owner):
+            stack.callback(owner.register_forward_hook(act, with_kwargs=True).remove)
+        else:
+            stack.callback(owner.register_forward_pre_hook(lend).remove)
+            stack.callback(owner.register_forward_hook(take_back, always_call=True).remove)
 
     def _lend(self, site: Site, edit: Edit) -> None:
-        """The hooks read the edit when the module is called."""
+        """Slices are lent at once; for the rest the hooks read the edit when the module is called."""
+        if isinstance(edit, MatrixEdit) and site.expert is not None:
+            self._lend_slice(site, edit)
+
+
+def _is_plain_map(module: nn.Module) -> bool:
+    """Whether the module gives `W x + b` and nothing else; GPT-2's transposed `Conv1D` has no common base class."""
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    return type(module).__name__ == "Conv1D"
 
 
 def _merged(site: Site, edit: Edit, stored: Tensor) -> Tensor:
     value = edit.merged(stored, site)
+    _check_finite(site, value)
+    return value
+
+
+def _check_finite(site: Site, value: Tensor) -> None:
     # One pass when all is well: infinities and NaN survive a sum, and a weight's sum is far from overflow in float32.
     if not bool(torch.isfinite(value.sum(dtype=torch.promote_types(value.dtype, torch.float32)))):
         bad = int((~torch.isfinite(value)).sum())
-        raise NotControllable([Finding(Outcome.OVERFLOW, site.name, f"entries beyond {stored.dtype}", bad, 0)])
-    return value
+        raise NotControllable([Finding(Outcome.OVERFLOW, site.name, f"entries beyond {value.dtype}", bad, 0)])
 
 
 def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
@@ -322,6 +372,9 @@ def _check_shape(model: nn.Module, site: Site, edit: Edit) -> None:
     wanted: tuple[int, ...]
     match edit:
         case MatrixEdit(delta):
+            if site.expert is not None:
+                _check_slice(site, stored, delta.shape)
+                return
             wanted = delta.shape[::-1] if site.transposed else delta.shape
         case BiasEdit(delta):
             wanted = tuple(delta.shape)
@@ -329,3 +382,10 @@ def _check_shape(model: nn.Module, site: Site, edit: Edit) -> None:
             wanted = tuple(value.shape)
     if tuple(stored) != tuple(wanted):
         raise PatchMismatch(f"the patch edits {site.name} of shape {tuple(wanted)}, here it is {tuple(stored)}")
+
+
+def _check_slice(site: Site, stored: torch.Size, wanted: tuple[int, int]) -> None:
+    rows, inner = wanted[::-1] if site.transposed else wanted
+    fits = site.expert is not None and 0 <= site.expert < site.experts
+    if not fits or stored[-1] != inner or stored.numel() != site.experts * rows * inner:
+        raise PatchMismatch(f"the patch edits {site.name} of shape {wanted}, here the stack is {tuple(stored)}")

@@ -1,4 +1,4 @@
-"""Bind a model to its family: resolve the names, prove the form on every block, or refuse by name."""
+"""Bind a model to its family: resolve the names, or refuse by name. `probe` proves what was resolved."""
 
 from __future__ import annotations
 
@@ -8,84 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from contextfold.anatomy.block import Block
 from contextfold.anatomy.families import FAMILIES
+from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
+from contextfold.anatomy.refused import REFUSED
 from contextfold.errors import InputError, UnsupportedModel
-from contextfold.patch import Site
 
-__all__ = ["Block", "Bound", "LinearMap", "Norm", "family_of", "resolve", "weights_digest"]
-
-
-@dataclass(frozen=True, eq=False)
-class LinearMap:
-    """A linear map of a block; read in (out, in) order whatever the storage."""
-
-    site: Site
-    module: nn.Module
-
-    @property
-    def weight(self) -> Tensor:
-        """`W (out, in)`, a view of the stored parameter."""
-        W = self.module.get_parameter(self.site.parameter).data
-        return W.T if self.site.transposed else W
-
-    @property
-    def bias(self) -> Tensor | None:
-        """`b (out,)`, or None."""
-        bias = self.module._parameters.get("bias")
-        return None if bias is None else bias.data
-
-    def exact(self, inputs: Tensor) -> Tensor:
-        """`W x + b` for rows `(n, in) -> (n, out)`, in float64 from the stored weights."""
-        out = inputs.double() @ self.weight.double().T
-        return out if self.bias is None else out + self.bias.double()
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """An RMS norm with a scale: `N(x) = (offset + w) ⊙ x / sqrt(mean(x²) + eps)`."""
-
-    site: Site
-    module: nn.Module
-    eps: float
-    offset: int
-
-    @property
-    def scale(self) -> Tensor:
-        """Effective scale `m (d,)`, float64."""
-        return self.module.get_parameter(self.site.parameter).data.double() + self.offset
-
-    def unscaled(self, inputs: Tensor) -> Tensor:
-        """`x / sqrt(mean(x²) + eps)` for rows `(n, d)`, float64."""
-        x = inputs.double()
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """One decoder layer: `y = v + alpha · branch`, all modules resolved."""
-
-    index: int
-    layer: nn.Module
-    input_maps: tuple[LinearMap, ...]
-    output_map: LinearMap
-    attention_output: LinearMap
-    norm_pre: nn.Module
-    norm_post: Norm | None
-    norm_attention: nn.Module | None
-    alpha: float = 1.0
-
-    @property
-    def name(self) -> str:
-        return f"layer {self.index}"
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """Every parameter that a fold may edit."""
-        post = () if self.norm_post is None else (self.norm_post.site,)
-        return (*(m.site for m in self.input_maps), self.output_map.site, *post)
+__all__ = ["Bound", "family_of", "resolve", "weights_digest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,15 +30,17 @@ class Bound:
     blocks: tuple[Block, ...]
     vocabulary: int
     max_positions: int | None
+    idle: tuple[nn.Module, ...] = ()
+    """Layers that text does not run."""
     _digest: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        return self.blocks[0].output_map.weight.device
+        return self.blocks[0].anchor.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.blocks[0].output_map.weight.dtype
+        return self.blocks[0].anchor.dtype
 
     @property
     def attention(self) -> str:
@@ -151,19 +85,23 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def family_of(model_type: str) -> Family:
-    """The family that covers `model_type`. Raises `UnsupportedModel`."""
+    """The family that covers `model_type`. Raises `UnsupportedModel`, with the reason where it is known."""
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"model type {model_type!r} cannot be folded: {REFUSED[model_type]}")
     known = sorted(t for family in FAMILIES for t in family.model_types)
     raise UnsupportedModel(
         f"model type {model_type!r} has no anatomy here; supported are {', '.join(known)}. "
-        "Add a record to contextfold/anatomy/families.py to support it"
+        "Add a record to contextfold/anatomy/families to support it; `contextfold inspect MODEL --discover` prints one"
     )
 
 
-def resolve(model: nn.Module) -> Bound:
+def resolve(model: nn.Module, family: Family | None = None) -> Bound:
     """Find the letters of `model`. Nothing is proven yet: `bind` does both.
+
+    `family`: the record to use; None takes the one that covers the model's type.
 
     Raises `UnsupportedModel` when the model's type, state or modules are not what a family describes.
     """
@@ -171,26 +109,34 @@ def resolve(model: nn.Module) -> Bound:
         raise InputError(f"expected a torch.nn.Module with its weights, met {type(model).__name__}")
     _check_state(model)
     config: Any = model.config
-    family = family_of(config.model_type)
+    chosen = family_of(config.model_type) if family is None else family
+    text = config.get_text_config(decoder=True)
     try:
-        layers = model.get_submodule(family.layers)
-        blocks = tuple(_block(family, i, layer) for i, layer in enumerate(layers.children()))
+        layers = list(model.get_submodule(chosen.layers).children())
+        idle = tuple(layer for layer in layers if chosen.idle in dict(layer.named_children()))
+        blocks = tuple(
+            bind_layer(chosen, index, layer, f"{chosen.layers}.{index}", text)
+            for index, layer in enumerate(layers)
+            if layer not in idle
+        )
     except AttributeError as error:
         raise UnsupportedModel(
-            f"{type(model).__name__} says it is {config.model_type!r}, but lacks what family {family.name!r} "
+            f"{type(model).__name__} says it is {config.model_type!r}, but lacks what family {chosen.name!r} "
             f"describes: {error}"
         ) from error
     if not blocks:
         raise UnsupportedModel(f"{type(model).__name__} has no decoder layers, so there is nothing to fold into")
     _check_unshared(model, blocks)
-    return Bound(model, family, config.model_type, blocks, config.vocab_size, config.max_position_embeddings)
+    limit = getattr(text, "max_position_embeddings", None)
+    return Bound(model, chosen, config.model_type, blocks, text.vocab_size, limit, idle)
 
 
 def _check_state(model: nn.Module) -> None:
     name = type(model).__name__
-    config: Any = vars(model).get("config")
-    if not isinstance(getattr(config, "model_type", None), str):
+    if "config" not in vars(model) or not isinstance(getattr(model.config, "model_type", None), str):
         raise UnsupportedModel(f"{name} is not a transformers model: it has no config with a model_type")
+    if type(model).__module__.startswith("torch._dynamo"):
+        raise UnsupportedModel(f"{name} is compiled: compiled code does not run hooks; pass the original model")
     if model.training:
         raise UnsupportedModel(f"{name} is in training mode, where dropout makes runs differ; call model.eval()")
     stray = [n for n, p in model.named_parameters() if p.device.type == "meta"]
@@ -200,67 +146,10 @@ def _check_state(model: nn.Module) -> None:
 
 def _check_unshared(model: nn.Module, blocks: Sequence[Block]) -> None:
     """A parameter that two names share would be edited twice by one edit."""
-    edited = {site.name for block in blocks for site in block.sites}
+    edited = {f"{site.module}.{site.parameter}" for block in blocks for site in block.sites}
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = owners.setdefault(parameter.data_ptr(), name)
-        if owner != name and edited & {owner, name}:
-            raise UnsupportedModel(f"{name} shares its memory with {owner}; editing one would edit both")
-
-
-def _block(family: Family, index: int, layer: nn.Module) -> Block:
-    sites = family.sites
-    prefix = f"{family.layers}.{index}"
-
-    def linear(path: str) -> LinearMap:
-        module = layer.get_submodule(path)
-        if type(module) is not nn.Linear or not module.weight.dtype.is_floating_point:
-            raise UnsupportedModel(
-                f"{prefix}.{path} is a {type(module).__name__}, not a plain linear map with floating-point weights "
-                "(quantised or wrapped?); load the model unquantised and unwrapped"
-            )
-        return LinearMap(Site(index, f"{prefix}.{path}"), module)
-
-    def norm(path: str) -> Norm:
-        module = layer.get_submodule(path)
-        eps = float(getattr(module, family.norm_eps))
-        return Norm(Site(index, f"{prefix}.{path}"), module, eps, _offset(f"{prefix}.{path}", module, eps))
-
-    return Block(
-        index=index,
-        layer=layer,
-        input_maps=tuple(linear(path) for path in sites.input_maps),
-        output_map=linear(sites.output_map),
-        attention_output=linear(sites.attention_output),
-        norm_pre=layer.get_submodule(sites.norm_pre),
-        norm_post=None if sites.norm_post is None else norm(sites.norm_post),
-        norm_attention=None if sites.norm_attention is None else layer.get_submodule(sites.norm_attention),
-    )
-
-
-CONVENTION_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Relative error allowed when a norm is compared with a convention: rounding of its output, with room."""
-
-
-@torch.no_grad()
-def _offset(name: str, module: nn.Module, eps: float) -> int:
-    """0 when the norm multiplies by w, 1 when by 1 + w: found by feeding it a vector of RMS one.
-
-    The offset is fitted with weights 1 / (1 + w²), since rounding errs in proportion to w and scales of 100 occur:
-    under bfloat16 those say nothing about a one more or less.
-    """
-    stored = module.get_parameter("weight").data
-    x = torch.randn(stored.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(stored)
-    unit = x.double() / torch.sqrt(x.double().square().mean() + eps)
-    out, w = module(x).double(), stored.double()
-    trust = 1 / (1 + w * w)
-    fitted = float(((out - w * unit) * unit * trust).sum() / (unit * unit * trust).sum())
-    offset = 1 if fitted > 0.5 else 0
-    error = float((out - (offset + w) * unit).norm() / out.norm())
-    limit = CONVENTION_TOLERANCE.get(stored.dtype, 0.0)
-    if not (error <= limit and abs(fitted - offset) < 0.25):
-        raise UnsupportedModel(
-            f"{name} is neither w ⊙ x/rms nor (1 + w) ⊙ x/rms (fitted offset {fitted:.2g}, relative error {error:.2g}, "
-            f"limit {limit:.2g}); a norm of unknown convention cannot be edited"
-        )
-    return offset
+        pointer = parameter.data_ptr()
+        if pointer in owners and (name in edited or owners[pointer] in edited):
+            raise UnsupportedModel(f"{name} shares its memory with {owners[pointer]}; editing one would edit both")
+        owners.setdefault(pointer, name)

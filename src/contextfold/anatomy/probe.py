@@ -2,53 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy.bind import Block, Bound, resolve
+from contextfold.anatomy.bind import Bound, resolve
+from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, Reading, first_output, first_tensor
+from contextfold.anatomy.closure import prove_closed
+from contextfold.anatomy.experts import Call
+from contextfold.anatomy.proof import Limits, seen_once
+from contextfold.anatomy.proof_experts import prove_experts
+from contextfold.anatomy.record import Family
 from contextfold.errors import ProbeFailed
 
-__all__ = ["TOLERANCE", "bind", "first_output", "first_tensor"]
-
-TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Relative error per vector and dtype. Upstream norms compute in float32 whatever the model's dtype, which sets
-the first entry; a wrong form misses by far more than any of these."""
+__all__ = ["bind", "plain_arguments"]
 
 PROBE_TOKENS = 7
 
+Hook = torch.utils.hooks.RemovableHandle
 
-def bind(model: nn.Module) -> Bound:
+
+def bind(model: nn.Module, family: Family | None = None) -> Bound:
     """Bind `model` to its family and prove every block.
 
     Two rows of random tokens run through the model once. In the second row the outputs of the input maps are
     replaced by those of the first row in reversed order of positions; so h must come out reversed too, which shows
-    that it depends on z through the input maps alone, token by token, whatever the activation is.
+    that it depends on z through the input maps alone, token by token, whatever the activation is. Mixtures of
+    experts are proven on single tokens, by editing and comparing.
+
+    `family`: a record to use in place of the registered one; it has to pass the same proof.
 
     Raises `UnsupportedModel` when no family fits, `ProbeFailed` when one does not hold. The model is unchanged.
     """
-    bound = resolve(model)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, bound.vocabulary, (1, PROBE_TOKENS), generator=generator).repeat(2, 1)
+    bound = resolve(model, family)
     probes = [_Probe(block, bound.dtype) for block in bound.blocks]
     handles = [handle for probe in probes for handle in probe.hooks()]
+    handles += [layer.register_forward_pre_hook(_refuse_idle) for layer in bound.idle]
     try:
         with torch.no_grad():
-            positions = torch.arange(PROBE_TOKENS).repeat(2, 1)
-            model(
-                input_ids=ids.to(bound.device),
-                position_ids=positions.to(bound.device),
-                attention_mask=torch.ones_like(ids).to(bound.device),
-                use_cache=False,
-            )
+            model(**plain_arguments(model, _text(bound, 0).repeat(2, 1)))
     finally:
         for handle in handles:
             handle.remove()
     for probe in probes:
-        probe.check()
+        probe.check(model)
+    prove_closed(
+        bound.blocks,
+        lambda seed: model(**plain_arguments(model, _text(bound, seed))),
+        Limits.of("the model", bound.dtype),
+    )
     return bound
+
+
+def _text(bound: Bound, seed: int) -> Tensor:
+    """`(1, T)` random tokens that end in the same one for every seed."""
+    ids = torch.randint(0, bound.vocabulary, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(seed))
+    ids[0, -1] = 1
+    return ids.to(bound.device)
+
+
+def plain_arguments(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """What a model is called with for `ids (B, T)`: a mask of ones, no cache, and positions where it takes any."""
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return given
 
 
 class _Probe:
@@ -56,86 +77,148 @@ class _Probe:
 
     def __init__(self, block: Block, dtype: torch.dtype) -> None:
         self.block = block
-        self.limit = TOLERANCE.get(dtype, 0.0)
+        self.limits = Limits.of(block.name, dtype)
         self.seen: dict[str, list[Tensor]] = {}
+        self.early: set[str] = set()
+        self.call = Call()
 
-    def hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
+    def hooks(self) -> Iterator[Hook]:
         block = self.block
-        pairs = [
-            (block.layer, "x", "y"),
-            (block.norm_pre, "v", "z"),
-            (block.output_map.module, "h", "p"),
-            (block.attention_output.module, "a", "o"),
-            *((linear.module, f"z{k}", f"i{k}") for k, linear in enumerate(block.input_maps)),
-        ]
+        yield block.layer.register_forward_hook(self._around("x", "y"), with_kwargs=True)
+        yield self._listen("total", block.total)
+        for k, reading in enumerate(block.residual):
+            yield self._listen(f"r{k}", reading)
         if block.norm_post is not None:
-            pairs.append((block.norm_post.module, "q", "b"))
-        if block.norm_attention is not None:
-            pairs.append((block.norm_attention, "oq", "on"))
-        handles = [m.register_forward_hook(self._note(i, o), with_kwargs=True) for m, i, o in pairs]
-        return handles + [linear.module.register_forward_hook(_reverse_second_row) for linear in block.input_maps]
+            yield block.norm_post.module.register_forward_hook(self._around("q", "b"), with_kwargs=True)
+        if block.attention_output is not None:
+            yield block.attention_output.module.register_forward_hook(self._around("a", "o"), with_kwargs=True)
+            if block.norm_attention is not None:
+                yield block.norm_attention.register_forward_hook(self._around("oq", "on"), with_kwargs=True)
+        match block:
+            case DenseBlock():
+                yield from self._dense_hooks(block)
+            case ExpertBlock():
+                for k, module in enumerate(block.branch):
+                    yield module.register_forward_hook(self._around(f"z{k}", f"p{k}"), with_kwargs=True)
+                yield block.branch[0].register_forward_pre_hook(self._mark_early)
+                yield block.branch[0].register_forward_pre_hook(self._keep_call, with_kwargs=True)
 
-    def _note(self, before: str, after: str) -> Callable[..., None]:
+    def _dense_hooks(self, block: DenseBlock) -> Iterator[Hook]:
+        yield block.output_map.module.register_forward_pre_hook(self._mark_early)
+        yield block.output_map.module.register_forward_hook(self._around("h", "p"), with_kwargs=True)
+        if block.norm_pre is not None and block.input_maps:
+            yield block.norm_pre.register_forward_hook(self._around("v", "z"), with_kwargs=True)
+        for k, linear in enumerate(block.input_maps):
+            yield linear.module.register_forward_hook(self._around(f"z{k}", f"i{k}"), with_kwargs=True)
+            yield linear.module.register_forward_hook(_reverse_second_row)
+
+    def _around(self, before: str, after: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self.seen.setdefault(before, []).append(first_tensor(args, kwargs).detach().clone())
-            self.seen.setdefault(after, []).append(first_output(output).detach().clone())
+            self._keep(before, first_tensor(args, kwargs))
+            self._keep(after, first_output(output))
 
         return hook
 
-    def check(self) -> None:
+    def _listen(self, name: str, reading: Reading) -> Hook:
+        return reading.listen(lambda value: self._keep(name, value))
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        self.seen.setdefault(name, []).append(value.detach().clone())
+
+    def _mark_early(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.early = set(self.seen)
+
+    def _keep_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call = Call.of(args, kwargs)
+
+    def check(self, model: nn.Module) -> None:
         block = self.block
-        t = {name: self._once(name) for name in self._expected()}
-        for k, linear in enumerate(block.input_maps):
-            self._same(f"input of {linear.site.module}", "z, the norm's output", t[f"z{k}"], t["z"])
-            self._same(f"output of {linear.site.module}", "W z + b", t[f"i{k}"], linear.exact(t[f"z{k}"]))
-        self._same("h with reversed input maps", "h reversed", t["h"][1], t["h"][0].flip(0))
-        self._same(f"output of {block.output_map.site.module}", "W_out h + b", t["p"], block.output_map.exact(t["h"]))
-        branch = t["p"].double()
+        t = {name: seen_once(block.name, name, values) for name, values in self.seen.items()}
+        for name in sorted(self._expected() - set(t)):
+            seen_once(block.name, name, [])
+        for k in range(len(block.residual)):
+            self.limits.require(f"r{k}" in self.early, "r is complete before the branch's maps run")
+        match block:
+            case DenseBlock():
+                self._check_dense(block, t)
+                branch = t["p"]
+            case ExpertBlock():
+                branch = self._check_experts(model, block, t)
+        self._check_sum(branch.double(), t)
+        if block.attention_output is not None:
+            attention = t["o"] if block.norm_attention is None else t["on"]
+            where = block.attention_output.site.module
+            self.limits.same(f"output of {where}", "W_o a + b", t["o"], block.attention_output.exact(t["a"]))
+            self.limits.same("v", "x + attention branch", t["r0"], t["x"].double() + attention.double())
+
+    def _expected(self) -> set[str]:
+        block = self.block
+        expected = {"x", "y", "total", *(f"r{k}" for k in range(len(block.residual)))}
         if block.norm_post is not None:
-            self._same("input of the norm after the MLP", "W_out h + b", t["q"], t["p"])
-            branch = block.norm_post.scale * block.norm_post.unscaled(t["p"])
-            self._same("output of the norm after the MLP", "m ⊙ u", t["b"], branch)
-        self._same("y", "v + alpha · branch", t["y"], t["v"].double() + block.alpha * branch)
-        attention = t["o"] if block.norm_attention is None else t["on"]
-        self._same("v", "x + attention branch", t["v"], t["x"].double() + attention.double())
+            expected |= {"q", "b"}
+        if block.attention_output is not None:
+            expected |= {"a", "o"} if block.norm_attention is None else {"a", "o", "oq", "on"}
+        match block:
+            case DenseBlock():
+                return expected | {"h", "p", *(f"{letter}{k}" for k in range(len(block.input_maps)) for letter in "zi")}
+            case ExpertBlock():
+                return expected | {f"{letter}{k}" for k in range(len(block.branch)) for letter in "zp"}
+        raise TypeError(f"{type(block).__name__} is no known kind of block")
 
-    def _expected(self) -> list[str]:
-        names = ["x", "y", "v", "z", "h", "p", "a", "o"]
-        names += [f"{letter}{k}" for k in range(len(self.block.input_maps)) for letter in "zi"]
-        names += ["q", "b"] if self.block.norm_post is not None else []
-        return names + (["oq", "on"] if self.block.norm_attention is not None else [])
+    def _check_experts(self, model: nn.Module, block: ExpertBlock, t: dict[str, Tensor]) -> Tensor:
+        """The branch `(…, d)`, proven."""
+        for k in range(1, len(block.branch)):
+            self.limits.same(f"input of branch module {k}", "z", _flat(t[f"z{k}"]), _flat(t["z0"]))
+        branch = sum((_shaped(t[f"p{k}"], t["total"]) for k in range(len(block.branch))), torch.zeros(()))
+        if block.norm_post is not None:
+            # The norm may stand inside the branch's module.
+            branch = t["q"]
+        prove_experts(model, block, _flat(t["z0"]), _flat(branch), self.call, self.limits)
+        return branch
 
-    def _once(self, name: str) -> Tensor:
-        values = self.seen.get(name, [])
-        if len(values) != 1:
-            raise ProbeFailed(
-                f"{self.block.name}: {name} was seen {len(values)} times in one forward instead of once (a looped or "
-                "shared layer, or a kernel that bypasses the module); such a block is not supported"
-            )
-        return values[0]
+    def _check_dense(self, block: DenseBlock, t: dict[str, Tensor]) -> None:
+        for k, linear in enumerate(block.input_maps):
+            self.limits.same(f"input of {linear.site.module}", "z, read by all input maps", t[f"z{k}"], t["z0"])
+            form = linear.exact(t[f"z{k}"])
+            self.limits.same(f"output of {linear.site.module}", "W z + b", t[f"i{k}"], form)
+        if block.norm_pre is not None and block.input_maps:
+            self.limits.same("z", "the output of the norm before the MLP", t["z0"], t["z"])
+        if block.input_maps:
+            h = t["h"].reshape(2, -1, t["h"].shape[-1]) if t["h"].dim() == 2 else t["h"]
+            self.limits.same("h with reversed input maps", "h reversed", h[1], h[0].flip(0))
+        where = block.output_map.site.module
+        self.limits.same(f"output of {where}", "W_out h + b", t["p"], block.output_map.exact(t["h"]))
 
-    def _same(self, what: str, form: str, met: Tensor, rebuilt: Tensor) -> None:
-        met, rebuilt = met.double(), rebuilt.double()
-        error = float((met - rebuilt).norm() / rebuilt.norm().clamp_min(torch.finfo(torch.float64).tiny))
-        if met.shape != rebuilt.shape or not error <= self.limit:
-            raise ProbeFailed(
-                f"{self.block.name}: {what} is not {form}: relative error {error:.2g}, limit {self.limit:.2g}; "
-                "the model's blocks do not have the form that its family describes"
-            )
+    def _check_sum(self, branch: Tensor, t: dict[str, Tensor]) -> None:
+        block = self.block
+        if block.norm_post is not None:
+            self.limits.same("input of the norm after the MLP", "W_out h + b", _flat(t["q"]), _flat(branch))
+            branch = block.norm_post.scale * block.norm_post.unscaled(t["q"])
+            self.limits.same("output of the norm after the MLP", "m ⊙ u", t["b"], branch)
+        parts = (reading.factor * _shaped(t[f"r{k}"], t["total"]) for k, reading in enumerate(block.residual))
+        r = sum(parts, block.shift)
+        total = t["total"].double() / block.total.factor
+        plain = block.total.module is block.layer and block.total.side == "output"
+        self.limits.same(
+            "y" if plain else "the finished sum", "r + alpha · branch", total, r + block.alpha * _shaped(branch, total)
+        )
+
+
+def _refuse_idle(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise ProbeFailed(
+        f"a {type(module).__name__} that text was not expected to run did run; such a model is not supported"
+    )
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.reshape(-1, value.shape[-1])
+
+
+def _shaped(value: Tensor, like: Tensor) -> Tensor:
+    """Some modules flatten the tokens of the batch."""
+    return value.reshape(like.shape).double()
 
 
 def _reverse_second_row(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return torch.stack([output[0], output[0].flip(0)])
-
-
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a module was called on, passed by position or by name."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value
-    raise ProbeFailed("a module of the block was called without a tensor")
-
-
-def first_output(output: Any) -> Tensor:
-    """The tensor of a module's output: itself, or the first of a tuple."""
-    return output if isinstance(output, Tensor) else first_tensor(tuple(output), {})
+    rows = output.reshape(2, -1, output.shape[-1]) if output.dim() == 2 else output
+    return torch.stack([rows[0], rows[0].flip(0)]).reshape(output.shape)

@@ -1,0 +1,194 @@
+"""Bind one decoder layer: names of its record become modules and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Norm, Reading
+from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Sites, Tap, Wiring, given_by, read_by
+from contextfold.errors import UnsupportedModel
+from contextfold.patch import Site
+
+__all__ = ["bind_layer"]
+
+
+def bind_layer(family: Family, index: int, layer: nn.Module, path: str, config: Any) -> Block:
+    """The block of the first of the family's kinds that `layer` can be. Raises `UnsupportedModel`, `AttributeError`."""
+    names = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
+    fitting = [sites for sites in family.sites if _holds(sites.wiring, config)]
+    if not fitting:
+        conditions = [dict(sites.wiring.when) for sites in family.sites]
+        raise UnsupportedModel(
+            f"{path}: family {family.name!r} has records for {conditions}, and the configuration says otherwise; "
+            "load a model of a supported form, or add a record"
+        )
+    present = [sites for sites in fitting if _required(sites) <= names]
+    if not present:
+        _lacking(family, path, fitting, names)
+    return _Binder(layer, index, path).block(present[0])
+
+
+def _holds(wiring: Wiring, config: Any) -> bool:
+    return all(getattr(config, name) == value for name, value in wiring.when.items())
+
+
+def _required(sites: Sites) -> set[str]:
+    wiring = sites.wiring
+    norms = (wiring.norm_pre, wiring.norm_post, wiring.norm_attention, wiring.norm_outer, wiring.attention_output)
+    taps = (*wiring.residual, *((wiring.total,) if wiring.total else ()))
+    names = {name for name in norms if name is not None} | {tap.module for tap in taps}
+    match sites:
+        case Dense(input_maps, output_map):
+            return {*names, *input_maps, output_map}
+        case Experts(branch, input_maps, stacked, outputs):
+            return {*names, *branch, *input_maps, *stacked, *outputs}
+        case Mixer(output_map):
+            return {*names, output_map}
+
+
+def _lacking(family: Family, path: str, fitting: Sequence[Sites], names: set[str]) -> NoReturn:
+    """Name what is missing for the kind that comes nearest."""
+    missing = min((_required(sites) - names for sites in fitting), key=len)
+    raise UnsupportedModel(f"{path} has no {', '.join(sorted(missing))}, which family {family.name!r} describes")
+
+
+class _Binder:
+    """Looks names up in one layer."""
+
+    def __init__(self, layer: nn.Module, index: int, path: str) -> None:
+        self.layer = layer
+        self.index = index
+        self.path = path
+
+    def block(self, sites: Sites) -> Block:
+        match sites:
+            case Dense(input_maps, output_map, wiring):
+                maps = tuple(self.linear(name) for name in input_maps)
+                common = self.common(wiring, input_maps[0])
+                return DenseBlock(input_maps=maps, output_map=self.linear(output_map), **common)
+            case Mixer(output_map, wiring):
+                return DenseBlock(input_maps=(), output_map=self.linear(output_map), **self.common(wiring, output_map))
+            case Experts():
+                return self.experts(sites)
+
+    def experts(self, sites: Experts) -> ExpertBlock:
+        turned = sites.transposed if sites.output_transposed is None else sites.output_transposed
+        maps = tuple(m for name in sites.input_maps for m in self.maps(name, sites.packed, sites.transposed))
+        stacked = tuple(m for name in sites.stacked_inputs for m in self.maps(name, sites.packed, sites.transposed))
+        outputs = tuple(m for name in sites.outputs for m in self.maps(name, sites.packed, turned))
+        return ExpertBlock(
+            branch=tuple(self.layer.get_submodule(name) for name in sites.branch),
+            input_maps=maps,
+            stacked_inputs=stacked,
+            outputs=outputs,
+            **self.common(sites.wiring, sites.branch[0]),
+        )
+
+    def common(self, wiring: Wiring, reads_z: str) -> dict[str, Any]:
+        source = wiring.norm_pre if wiring.norm_pre is not None else reads_z
+        residual = wiring.residual or (read_by(source),)
+        default = given_by("") if wiring.norm_outer is None else read_by(wiring.norm_outer)
+        total = wiring.total or default
+        return {
+            "index": self.index,
+            "layer": self.layer,
+            "residual": tuple(self.reading(tap) for tap in residual),
+            "total": self.reading(total),
+            "alpha": self.factor(wiring.alpha),
+            "shift": self.factor(wiring.shift),
+            "norm_pre": self.optional(wiring.norm_pre),
+            "norm_post": None if wiring.norm_post is None else self.norm(wiring.norm_post),
+            "norm_attention": self.optional(wiring.norm_attention),
+            "norm_outer": self.optional(wiring.norm_outer),
+            "attention_output": None if wiring.attention_output is None else self.linear(wiring.attention_output),
+        }
+
+    def optional(self, name: str | None) -> nn.Module | None:
+        return None if name is None else self.layer.get_submodule(name)
+
+    def reading(self, tap: Tap) -> Reading:
+        return Reading(self.layer.get_submodule(tap.module), tap.side, self.factor(tap.factor), tap.calls)
+
+    def factor(self, factor: Factor) -> Tensor:
+        value: Any = factor
+        if callable(factor):
+            value = factor(self.layer)
+        elif isinstance(factor, str):
+            owner, _, name = factor.rpartition(".")
+            value = getattr(self.layer.get_submodule(owner), name)
+        if isinstance(value, Tensor):
+            return value.detach().double().reshape(-1).squeeze()
+        return torch.tensor(float(value), dtype=torch.float64)
+
+    def linear(self, name: str) -> LinearMap:
+        """A map with its own module: `weight (out, in)`, or (in, out) in a `Conv1D`."""
+        module = self.layer.get_submodule(name)
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or not weight.dtype.is_floating_point:
+            raise UnsupportedModel(
+                f"{self.path}.{name} is a {type(module).__name__}, not a plain linear map with floating-point weights "
+                "(quantised or wrapped?); load the model unquantised and unwrapped"
+            )
+        return LinearMap(Site(self.index, f"{self.path}.{name}", transposed=isinstance(module, Conv1D)), module)
+
+    def maps(self, name: str, packed: str | None, transposed: bool) -> tuple[LinearMap, ...]:
+        """Maps by the name of a module, or all slices of a stacked parameter by the name of the parameter."""
+        owner, _, parameter = name.rpartition(".")
+        module = self.layer.get_submodule(owner)
+        stored = module._parameters.get(parameter)
+        if stored is None:
+            return (self.linear(name),)
+        where = f"{self.path}.{owner}"
+        if stored.dim() == 2 and packed is None:
+            return (LinearMap(Site(self.index, where, parameter), module),)
+        count = stored.shape[0] if packed is None else int(self.factor(packed))
+        sites = (Site(self.index, where, parameter, transposed, expert, count) for expert in range(count))
+        return tuple(LinearMap(site, module) for site in sites)
+
+    def norm(self, name: str) -> Norm:
+        module = self.layer.get_submodule(name)
+        where = f"{self.path}.{name}"
+        known = [vars(module)[word] for word in EPS_NAMES if word in vars(module)]
+        if "weight" not in module._parameters or not known:
+            raise UnsupportedModel(
+                f"{where} is a {type(module).__name__} without a weight or an eps ({', '.join(EPS_NAMES)}); a norm of "
+                "unknown convention cannot be edited"
+            )
+        eps = float(known[0])
+        return Norm(Site(self.index, where), module, eps, _offset(where, module, eps))
+
+
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+"""Attributes in which norms keep their eps."""
+
+CONVENTION_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Relative error allowed when a norm is compared with a convention: rounding of its output, with room."""
+
+
+@torch.no_grad()
+def _offset(name: str, module: nn.Module, eps: float) -> int:
+    """0 when the norm multiplies by w, 1 when by 1 + w: found by feeding it a vector of RMS one.
+
+    The offset is fitted with weights 1 / (1 + w²), since rounding errs in proportion to w and scales of 100 occur:
+    under bfloat16 those say nothing about a one more or less.
+    """
+    w = module.get_parameter("weight").data
+    x = torch.randn(w.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(w)
+    unit = x.double() / torch.sqrt(x.double().square().mean() + eps)
+    out, w = module(x).double(), w.double()
+    trust = unit.square() / (1 + w * w)
+    fitted = float(((out - w * unit) * unit / (1 + w * w)).sum() / trust.sum())
+    offset = 1 if fitted > 0.5 else 0
+    error = float((out - (offset + w) * unit).norm() / out.norm())
+    limit = CONVENTION_TOLERANCE.get(module.get_parameter("weight").dtype, 0.0)
+    if not (error <= limit and abs(fitted - offset) < 0.25):
+        raise UnsupportedModel(
+            f"{name} is neither w ⊙ x/rms nor (1 + w) ⊙ x/rms (fitted offset {fitted:.2g}, relative error {error:.2g}, "
+            f"limit {limit:.2g}); a norm of unknown convention cannot be edited"
+        )
+    return offset
