@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Inversion", "LowRank", "Solution", "invert_rmsnorm", "min_norm_update"]
+__all__ = ["Inversion", "LowRank", "Metric", "Solution", "invert_rmsnorm", "min_norm_update"]
 
 SINGULAR = 1e-12
 """A singular value below this fraction of the largest counts as zero (float64 solves)."""
@@ -102,14 +102,43 @@ class Solution:
     """`‖delta Sᵀ − Tᵀ‖ / ‖T‖`, Frobenius; 0 when nothing was wanted."""
 
 
-def min_norm_update(sources: Tensor, changes: Tensor) -> Solution:
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """Which inputs an edit should disturb least: `K = L Lᵀ`, the covariance of typical inputs, kept as L `(in, in)`."""
+
+    L: Tensor
+
+    @classmethod
+    def of(cls, typical: Tensor, ridge: float = 1e-2) -> Metric:
+        """From inputs `(t, in)`; `ridge` times the mean eigenvalue keeps unseen directions from being free."""
+        H = typical.double()
+        K = H.T @ H / H.shape[0]
+        K.diagonal().add_(ridge * K.diagonal().mean())
+        return cls(torch.linalg.cholesky(K))
+
+    def whiten(self, rows: Tensor) -> Tensor:
+        """`x L⁻ᵀ` for rows `(n, in)`."""
+        white: Tensor = torch.linalg.solve_triangular(self.L, rows.T, upper=False)
+        return white.T
+
+    def back(self, A: Tensor) -> Tensor:
+        """`A L⁻¹` for factors `(r, in)`."""
+        factors: Tensor = torch.linalg.solve_triangular(self.L.T, A.T, upper=True)
+        return factors.T
+
+
+def min_norm_update(sources: Tensor, changes: Tensor, metric: Metric | None = None) -> Solution:
     """The smallest edit, in Frobenius norm, with `dW s_i = t_i` for every row: `dW = Tᵀ (S⁺)ᵀ` (section 5).
 
     One row gives the rank-1 form `t sᵀ / ‖s‖²` of section 3 ([E] eq. 2, 3). Exact when the rows of
     `sources (n, in)` are independent, or dependent with consistent `changes (n, out)`; least squares over the
-    row-normalised system otherwise. Solved in float64.
+    row-normalised system otherwise. Solved in float64. With a metric K the edit is smallest in
+    `tr(dW K dWᵀ)`, the mean square of what it does to typical inputs: `dW = Tᵀ (S K⁻¹ Sᵀ)⁻¹ S K⁻¹`.
     """
     S, T = sources.double(), changes.double()
+    if metric is not None:
+        plain = min_norm_update(metric.whiten(S), T)
+        return Solution(LowRank(plain.delta.B, metric.back(plain.delta.A)), plain.rank, plain.condition, plain.residual)
     length = S.norm(dim=1, keepdim=True)
     alive = length[:, 0] > 0
     # Rows are normalised first: a sink row is a thousand times longer than the others and would hide them.

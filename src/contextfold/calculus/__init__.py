@@ -5,25 +5,20 @@ It is the working form of section 5 of arXiv 2511.17864 (definitions 3 and 4, th
 
 from contextfold.calculus.capacity import ALWAYS, NEVER, Capacity, Demand, Kind, Verdict
 from contextfold.calculus.compose import Answer, Path, Reason, Step, Way, answer, givens
+from contextfold.calculus.expression import Chain, Expression, Given, Passage, Product, Stage, Sum
 from contextfold.calculus.plan import Plan, Service, plan
 from contextfold.calculus.render import definitions, formula
 from contextfold.calculus.stages import (
     Affine,
     Bias,
-    Chain,
+    ExpertOutputs,
     Experts,
-    Expression,
-    Given,
     Mark,
     Multiplier,
     Normalise,
-    Passage,
     Pointwise,
-    Product,
     Scale,
     Skip,
-    Stage,
-    Sum,
 )
 
 __all__ = [
@@ -35,6 +30,7 @@ __all__ = [
     "Capacity",
     "Chain",
     "Demand",
+    "ExpertOutputs",
     "Experts",
     "Expression",
     "Given",

@@ -20,20 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from contextfold.calculus.capacity import ALWAYS, Capacity, Demand, Kind, Verdict
+from contextfold.calculus.expression import Chain, Expression, Given, Passage, Product, Stage, Sum
 from contextfold.calculus.spread import UNBOUNDED, Spread
-from contextfold.calculus.stages import (
-    Chain,
-    Expression,
-    Given,
-    Mark,
-    Normalise,
-    Passage,
-    Product,
-    Scale,
-    Skip,
-    Stage,
-    Sum,
-)  # fmt: skip
+from contextfold.calculus.stages import Mark, Normalise, Scale, Skip
 
 __all__ = ["Answer", "Path", "Reason", "Step", "Way", "answer", "givens"]
 
@@ -52,7 +41,9 @@ class Step:
     reads: str = ""
     """Letter of the value that the stage reads, where the expression marks it."""
     beside: tuple[str, ...] = ()
-    """Given values that parallel branches bring and that this branch does not read."""
+    """What contextual layers give to parallel branches and this branch does not read."""
+    anchor: Path = ()
+    """For a step that reaches: the part, at or above it, that the step makes give what it gave in context."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +122,11 @@ def answer(expression: Expression, demand: Demand) -> Answer:
     return _walk(expression, demand, _Place())
 
 
-def givens(expression: Expression) -> tuple[str, ...]:
-    """Names of the values that an expression takes from outside, each once."""
+def givens(expression: Expression) -> tuple[Given, ...]:
+    """The values that an expression takes from outside, each once."""
     if isinstance(expression, Given):
-        return (expression.name,)
-    return tuple(dict.fromkeys(name for part in expression.inside for name in givens(part)))
-
-
-def _changing(expression: Expression) -> tuple[str, ...]:
-    """As `givens`, those that the context changes."""
-    if isinstance(expression, Given):
-        return (expression.name,) if expression.changes else ()
-    return tuple(dict.fromkeys(name for part in expression.inside for name in _changing(part)))
+        return (expression,)
+    return tuple(dict.fromkeys(given for part in expression.inside for given in givens(part)))
 
 
 def _walk(part: Expression, demand: Demand, place: _Place) -> Answer:
@@ -193,14 +177,14 @@ def _chain_match(parts: Sequence[Expression], place: _Place) -> Answer:
     for index, part in enumerate(parts):
         inner = _walk(part, Demand.MATCH, place.in_chain(parts, index))
         reasons += inner.reasons
-        later = [name for after in parts[index + 1 :] for name in _changing(after)]
+        later = [given.name for after in parts[index + 1 :] for given in givens(after) if given.changes]
         if later:
             reasons.append(Reason(f"what matches here is mixed with {', '.join(later)} later, which does not"))
             continue
         for way in inner.ways:
             # The earliest part that matches takes everything behind it along; one that reaches mends what the
             # parts before it left, so the latest is best.
-            order = (PREFERENCE.index(way.kind), way.reaches, -index if way.reaches else index)
+            order = (PREFERENCE.index(way.kind) if way.steps else -1, way.reaches, -index if way.reaches else index)
             found.append((order, way if way.before else replace(way, before=(place.path, index))))
     return Answer(tuple(way for _, way in sorted(found, key=lambda pair: pair[0])), tuple(reasons))
 
@@ -249,27 +233,43 @@ def _through(parts: Sequence[Expression], index: int, place: _Place) -> Iterator
     normalise = parts[below]
     if not isinstance(normalise, Normalise) or normalise.centred:
         return
-    pairs = {Kind.WEIGHT: Kind.WEIGHT_AND_SCALE, Kind.BIAS: Kind.BIAS_AND_SCALE}
+    # Output maps of experts side by side are one matrix, so they go through a norm as a weight does.
+    pairs = {
+        Kind.WEIGHT: Kind.WEIGHT_AND_SCALE,
+        Kind.EXPERTS: Kind.WEIGHT_AND_SCALE,
+        Kind.BIAS: Kind.BIAS_AND_SCALE,
+    }
     second = Step((*place.path, index), scale, Demand.REACH, Kind.SCALE, beside=place.beside)
     for way in _chain_reach(parts[:below], place).ways:
         if way.kind in pairs:
-            maybe = way.capacity.maybe if way.kind is Kind.WEIGHT else 1
+            maybe = 1 if way.kind is Kind.BIAS else way.capacity.maybe
             condition = "; ".join(filter(None, (way.capacity.condition, "the wanted branch is not 0")))
             capacity = Capacity(min(1, way.capacity.sure), maybe, condition)
             yield replace(way, kind=pairs[way.kind], steps=(*way.steps, second), capacity=capacity)
 
 
 def _side_match(parts: Sequence[Expression], place: _Place, gate: bool) -> Answer:
-    answers = [_walk(part, Demand.MATCH, place.inside(i)) for i, part in enumerate(parts)]
+    answers = [_single(_walk(part, Demand.MATCH, place.inside(i))) for i, part in enumerate(parts)]
     reached = _side_reach(parts, place, gate)
     ways = [] if any(not a.ways for a in answers) else list(_together(answers))
-    ways += [replace(way, demand=Demand.MATCH) for way in reached.ways]
+    ways += [_anchored(way, place.path) for way in reached.ways]
     if all(a.ways for a in answers):
         return Answer(tuple(ways), tuple(reason for a in answers for reason in a.reasons))
     unmatched = tuple(reason for a in answers if not a.ways for reason in a.reasons)
     name = "factor" if gate else "branch"
     what = f"not every {name} follows the context, so one of them must reach any wanted value"
-    return Answer(tuple(ways), (Reason(what, (*unmatched, *reached.reasons)),))
+    return Answer(tuple(ways), (Reason(what, tuple(dict.fromkeys((*unmatched, *reached.reasons)))),))
+
+
+def _single(found: Answer) -> Answer:
+    """Without the ways through a norm: their two steps belong together and do not mix with those of other branches."""
+    pairs = (Kind.WEIGHT_AND_SCALE, Kind.BIAS_AND_SCALE)
+    return replace(found, ways=tuple(way for way in found.ways if way.kind not in pairs))
+
+
+def _anchored(way: Way, path: Path) -> Way:
+    """Steps that reach, so that the part at `path` matches."""
+    return replace(way, demand=Demand.MATCH, steps=tuple(replace(step, anchor=path) for step in way.steps))
 
 
 def _together(answers: Sequence[Answer]) -> Iterator[Way]:
@@ -296,9 +296,10 @@ def _side_reach(parts: Sequence[Expression], place: _Place, gate: bool) -> Answe
     ways: list[Way] = []
     reasons: list[Reason] = []
     for index, part in enumerate(parts):
-        own = set(givens(part))
-        beside = [name for i, other in enumerate(parts) if i != index for name in givens(other) if name not in own]
-        inside = replace(place.inside(index), beside=tuple(dict.fromkeys(beside)) if own else place.beside)
+        own = givens(part)
+        others = [given for i, other in enumerate(parts) if i != index for given in givens(other)]
+        beside = tuple(given.name for given in others if given.after and given not in own)
+        inside = replace(place.inside(index), beside=beside if own else place.beside)
         found = _walk(part, Demand.REACH, inside)
         reasons += found.reasons
         for way in found.ways:

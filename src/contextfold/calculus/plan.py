@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from contextfold.calculus.capacity import Capacity, Demand, Kind, Verdict
 from contextfold.calculus.compose import Answer, Reason, Way, answer
+from contextfold.calculus.expression import Chain, Expression
 from contextfold.calculus.render import formula
-from contextfold.calculus.stages import Chain, Expression
+from contextfold.calculus.stages import ExpertOutputs
 from contextfold.errors import NoWay
 
 __all__ = ["Plan", "Service", "plan"]
@@ -23,7 +24,9 @@ class Service:
     reads: str = ""
     """Only where the first stage to move reads the value of this letter; any when empty."""
     beside: bool = False
-    """Only where parallel branches bring values that the steered branch does not read."""
+    """Only where contextual layers give values to parallel branches that the steered branch does not read."""
+    shared: bool = False
+    """Only where one of the experts is always active."""
 
     def covers(self, way: Way) -> bool:
         """Whether the rule fits: the same kind of parameters, asked to do the same."""
@@ -31,7 +34,9 @@ class Service:
         if not way.steps or self.kind is not way.kind or self.demand is not demand:
             return False
         first = way.steps[0]
-        return self.reads in ("", first.reads) and (not self.beside or bool(first.beside))
+        shared = isinstance(first.stage, ExpertOutputs) and first.stage.shared
+        placed = self.reads in ("", first.reads) and (not self.beside or bool(first.beside))
+        return placed and (not self.shared or shared)
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,13 @@ def _inner_ways(expression: Expression, way: Way) -> tuple[Way, ...]:
         return ()
     path, stop = way.before
     upstream = Chain(expression.at(path).inside[:stop])
+    found = answer(upstream, Demand.MATCH).ways
+    if found and not found[0].steps:
+        return ()
     moved = []
-    for inner in answer(upstream, Demand.MATCH).ways:
-        if not inner.reaches and inner.steps:
-            steps = tuple(replace(step, path=(*path, *step.path)) for step in inner.steps)
+    for inner in found:
+        if not inner.reaches:
+            steps = tuple(replace(step, path=(*path, *step.path), anchor=path) for step in inner.steps)
             moved.append(replace(inner, steps=steps, before=None))
     return tuple(moved)
 

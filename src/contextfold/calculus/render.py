@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from math import isnan
+
+from contextfold.calculus.expression import Chain, Expression, Given, Product, Sum
 from contextfold.calculus.stages import (
     Affine,
     Bias,
-    Chain,
+    ExpertOutputs,
     Experts,
-    Expression,
-    Given,
     Mark,
     Multiplier,
     Normalise,
     Pointwise,
-    Product,
     Scale,
     Skip,
-    Sum,
-)  # fmt: skip
+)
 
 __all__ = ["definitions", "formula"]
 
@@ -59,7 +58,7 @@ def _leaf(part: Expression, argument: str) -> str:
         case Skip():
             return argument
         case Affine():
-            return f"W_{part.subscript} {_factor(argument)}"
+            return f"W_{part.subscript} {_bracketed(argument, '+⊙·')}"
         case Bias():
             return f"{argument} + b_{part.subscript}"
         case Scale():
@@ -69,17 +68,24 @@ def _leaf(part: Expression, argument: str) -> str:
         case Pointwise(name=name):
             return f"{name}({argument})"
         case Multiplier(alpha):
-            return f"{alpha:g} · {_factor(argument)}"
+            return f"{'alpha' if isnan(alpha) else f'{alpha:g}'} · {_factor(argument)}"
         case Experts(active=active, count=count, shared=shared):
-            return f"Experts({argument}: {active} of {count}{' and a shared one' if shared else ''})"
+            return f"experts({argument}), {active} of {count}{' and a shared one' if shared else ''}"
+        case ExpertOutputs():
+            return f"Σ_e s_e W_out,e {argument}_e"
         case _:
             raise TypeError(f"{type(part).__name__} is no expression of stages")
 
 
 def _factor(text: str) -> str:
     """Brackets around a sum that becomes a factor."""
+    return _bracketed(text, "+")
+
+
+def _bracketed(text: str, signs: str) -> str:
+    """In brackets when one of `signs` stands outside all brackets of `text`."""
     depth, plain = 0, True
     for character in text:
         depth += (character == "(") - (character == ")")
-        plain = plain and not (depth == 0 and character == "+")
+        plain = plain and not (depth == 0 and character in signs)
     return text if plain else f"({text})"

@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contextfold.calculus.capacity import UNLIMITED
-from contextfold.calculus.stages import (
-    Affine,
-    Bias,
-    Chain,
-    Experts,
-    Expression,
-    Given,
-    Multiplier,
-    Pointwise,
-    Product,
-    Sum,
-)
+from contextfold.calculus.expression import Chain, Expression, Given, Product, Sum
+from contextfold.calculus.stages import Affine, Bias, ExpertOutputs, Experts, Multiplier, Pointwise
 
 __all__ = ["UNBOUNDED", "Spread"]
 
@@ -41,7 +31,9 @@ class Spread:
                 return Spread(max(self.sure, 1), self.maybe + 1)
             case Multiplier(alpha):
                 return self if alpha != 0 else Spread(0, 0)
-            case Pointwise() | Experts():
+            case Experts(inputs=inputs):
+                return Spread(min(self.sure, inputs), UNLIMITED)
+            case Pointwise() | ExpertOutputs():
                 # A curved function leaves the subspace; a piecewise linear one may leave it by little.
                 return Spread(self.sure, UNLIMITED)
             case Sum(parts) | Product(parts):

@@ -1,92 +1,28 @@
-"""Stages of a block, each with what it can do, and the three ways of putting them together.
-
-A stage knows nothing of its neighbours: it declares how many positions its parameters steer for either demand, and
-whether a wanted output can be traced back to a wanted input through it with its parameters left alone. How such
-declarations compose stands once, in `compose`.
-
-    block = Chain.of(Given("v"), Sum.of(Skip(), Chain.of(norm, Affine(...), Pointwise("relu"), Affine(...))))
-"""
+"""The stages of which blocks are made: what each can do, declared where it is defined."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 from torch import Tensor
 
-from contextfold.calculus.capacity import ALWAYS, NEVER, Capacity, Demand, Kind, Verdict
+from contextfold.calculus.capacity import NEVER, Capacity, Demand, Kind, Verdict
+from contextfold.calculus.expression import OPEN, Passage, Stage
 
 __all__ = [
-    "Affine", "Bias", "Chain", "Experts", "Expression", "Given", "Mark", "Multiplier", "Normalise", "Passage",
-    "Pointwise", "Product", "Scale", "Skip", "Stage", "Sum",
-]  # fmt: skip
-
-
-class Expression(ABC):
-    """A function of one position, built from stages; `a >> b` feeds a into b, `a + b` and `a * b` go side by side."""
-
-    @property
-    @abstractmethod
-    def inside(self) -> tuple[Expression, ...]:
-        """The parts that it is made of; none for a stage."""
-
-    def at(self, path: Sequence[int]) -> Expression:
-        """The part at `path`: which part to take at each level."""
-        part: Expression = self
-        for index in path:
-            part = part.inside[index]
-        return part
-
-    def __rshift__(self, after: Expression) -> Chain:
-        return Chain.of(self, after)
-
-    def __add__(self, other: Expression) -> Sum:
-        return Sum.of(self, other)
-
-    def __mul__(self, other: Expression) -> Product:
-        return Product.of(self, other)
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Whether every wanted output has an input that gives it, parameters left alone, and if not, why."""
-
-    verdict: Verdict
-    why: str = ""
-
-
-OPEN = Passage(Verdict.YES)
-
-
-class Stage(Expression):
-    """A leaf. `address` names the parameter that it owns, `None` when it has none."""
-
-    kind: ClassVar[Kind | None] = None
-
-    @property
-    @final
-    def inside(self) -> tuple[Expression, ...]:
-        return ()
-
-    @property
-    def address(self) -> tuple[str, str] | None:
-        """Dotted name of the module and name of the parameter."""
-        return None
-
-    @abstractmethod
-    def steers(self, demand: Demand) -> Capacity:
-        """How many positions a change of its own parameter steers."""
-
-    @abstractmethod
-    def passes(self) -> Passage:
-        """Whether a wanted output can be traced back through it."""
-
-    @property
-    @abstractmethod
-    def stuck(self) -> str:
-        """Why it cannot be steered (or not further), and what would help."""
+    "Affine",
+    "Bias",
+    "ExpertOutputs",
+    "Experts",
+    "Mark",
+    "Multiplier",
+    "Normalise",
+    "Pointwise",
+    "Scale",
+    "Skip",
+]
 
 
 @dataclass(frozen=True)
@@ -103,7 +39,8 @@ class _Owned(Stage):
     @property
     def subscript(self) -> str:
         """Last part of the module's name."""
-        return self.module.rsplit(".", 1)[-1].removesuffix("_proj")
+        last = self.module.rsplit(".", 1)[-1]
+        return last if last == "c_proj" else last.removesuffix("_proj")
 
 
 @final
@@ -225,7 +162,7 @@ class Pointwise(Stage):
 @final
 @dataclass(frozen=True)
 class Multiplier(Stage):
-    """`alpha p`, a fixed number."""
+    """`alpha p`, a fixed number; not a number where only the weights tell it, and then it is believed nonzero."""
 
     alpha: float
 
@@ -243,55 +180,55 @@ class Multiplier(Stage):
 @final
 @dataclass(frozen=True)
 class Experts(_Owned):
-    """A mixture: a router on z selects `active` of `count` experts, each `W_out,e h_e`, summed with gate weights."""
+    """The inner half of a mixture: a router on z selects `active` of `count` experts; gives every `s_e h_e`."""
 
     count: int
     active: int
     inputs: int
     hidden: int
-    outputs: int
     shared: bool = False
     """An expert that is always active stands beside the routed ones."""
     kind: ClassVar[Kind] = Kind.EXPERTS
 
     def steers(self, demand: Demand) -> Capacity:
-        if demand is Demand.MATCH:
-            condition = "its input is not 0; no tie at the border of the selection, lest rounding flips an expert"
-            return Capacity(self.inputs, self.inputs, condition)
-        width = self.active * self.hidden
-        return Capacity(width, width, "some active expert has a nonzero gate and a nonzero hidden vector")
+        if demand is Demand.REACH:
+            return NEVER
+        condition = "its input is not 0; no tie at the border of the selection, lest rounding flips an expert"
+        return Capacity(self.inputs, self.inputs, condition)
 
     def passes(self) -> Passage:
-        return Passage(Verdict.NO, "a mixture of experts is not known to reach every value as it stands")
+        return Passage(Verdict.NO, "what experts give is not known to reach every value")
 
     @property
     def stuck(self) -> str:
-        return f"{self.module} steers at most as many positions as its active experts read numbers; fold fewer"
+        return f"{self.module} reads {self.inputs} numbers, so it matches at most {self.inputs} positions; fold fewer"
 
 
 @final
 @dataclass(frozen=True)
-class Given(Stage):
-    """A value that comes from outside: the block's input, or what a contextual layer gave. It starts a chain.
+class ExpertOutputs(_Owned):
+    """The outer half: `Σ_e W_out,e (s_e h_e)`, the output maps of `active` experts side by side as one matrix."""
 
-    `changes` says whether the context changes it. The value is what `module` is called on, or, with `after`, what
-    it gives; an empty module is the block itself.
-    """
-
-    name: str
-    module: str = ""
-    after: bool = False
-    changes: bool = True
+    active: int
+    hidden: int
+    outputs: int
+    shared: bool = False
+    """One of them is always active."""
+    kind: ClassVar[Kind] = Kind.EXPERTS
 
     def steers(self, demand: Demand) -> Capacity:
-        return NEVER if self.changes or demand is Demand.REACH else ALWAYS
+        if demand is Demand.MATCH:
+            return NEVER
+        width = self.active * self.hidden
+        return Capacity(width, width, "some active expert has a nonzero gate and a nonzero hidden vector")
 
     def passes(self) -> Passage:
-        return Passage(Verdict.NO, f"{self.name} is given")
+        return Passage(Verdict.NO, "output maps of experts are not known to reach every value as they stand")
 
     @property
     def stuck(self) -> str:
-        return f"{self.name} depends on the context and has no parameter here; steer something that reads it"
+        width = self.active * self.hidden
+        return f"{self.module}: {self.active} active experts read {width} numbers and steer as many positions"
 
 
 @final
@@ -326,56 +263,3 @@ class Mark(Stage):
     @property
     def stuck(self) -> str:
         return ""
-
-
-@final
-@dataclass(frozen=True)
-class Chain(Expression):
-    """One after the other."""
-
-    parts: tuple[Expression, ...]
-
-    def __post_init__(self) -> None:
-        if any(isinstance(part, Given) for part in self.parts[1:]):
-            raise ValueError("a given value can only start a chain")
-
-    @property
-    def inside(self) -> tuple[Expression, ...]:
-        return self.parts
-
-    @classmethod
-    def of(cls, *parts: Expression) -> Chain:
-        """Chains inside are opened: `(a >> b) >> c` and `a >> (b >> c)` are equal."""
-        return cls(tuple(q for part in parts for q in (part.parts if isinstance(part, Chain) else (part,))))
-
-
-@final
-@dataclass(frozen=True)
-class Sum(Expression):
-    """Side by side on the same input, added: a residual block, or parallel branches."""
-
-    parts: tuple[Expression, ...]
-
-    @property
-    def inside(self) -> tuple[Expression, ...]:
-        return self.parts
-
-    @classmethod
-    def of(cls, *parts: Expression) -> Sum:
-        return cls(tuple(q for part in parts for q in (part.parts if isinstance(part, Sum) else (part,))))
-
-
-@final
-@dataclass(frozen=True)
-class Product(Expression):
-    """Side by side on the same input, multiplied coordinate by coordinate: a gate."""
-
-    parts: tuple[Expression, ...]
-
-    @property
-    def inside(self) -> tuple[Expression, ...]:
-        return self.parts
-
-    @classmethod
-    def of(cls, *parts: Expression) -> Product:
-        return cls(tuple(q for part in parts for q in (part.parts if isinstance(part, Product) else (part,))))

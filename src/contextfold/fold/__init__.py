@@ -1,6 +1,8 @@
 """Exact patches: which edits, solved in which order."""
 
 from contextfold.fold.block import LayerReport
+from contextfold.fold.rows import SequenceLayer
+from contextfold.fold.sequence import FoldedSequence, fold_sequence
 from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
 from contextfold.fold.token import DEFAULT_RULE, Folded, fold_token, reference
 
@@ -8,11 +10,14 @@ __all__ = [
     "DEFAULT_RULE",
     "SINK",
     "Folded",
+    "FoldedSequence",
     "LayerReport",
     "Positions",
+    "SequenceLayer",
     "Spans",
     "Split",
     "digest",
+    "fold_sequence",
     "fold_token",
     "reference",
     "split",

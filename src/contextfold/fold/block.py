@@ -6,12 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy import Block, LinearMap, first_output
+from contextfold.anatomy import (
+    Block,
+    Call,
+    DenseBlock,
+    ExpertBlock,
+    LinearMap,
+    Norm,
+    first_output,
+    first_tensor,
+    observe,
+    rows,
+    split_columns,
+)
 from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
@@ -59,6 +72,7 @@ class LayerReport:
 class BlockFold:
     """Solves one block while the reduced run passes through it; the last row is the target, the sink stays."""
 
+    model: nn.Module
     block: Block
     wanted: BlockState
     sink: int | None
@@ -67,7 +81,11 @@ class BlockFold:
     findings: list[Finding] = field(default_factory=list)
     steering: Steering | None = None
     inner_skipped: bool = False
-    v: Tensor = field(init=False)
+    """The plan needs no edit of the input maps (a parallel block reads the same z anyway), or z gave none."""
+    dry: bool = False
+    """The branch of a mixture is being called besides the forward."""
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    """What each residual reading gave at the last row, float64."""
     g: Tensor = field(init=False)
     y: Tensor = field(init=False)
     member: Reference = field(init=False)
@@ -77,26 +95,73 @@ class BlockFold:
     def listen(self, stack: ExitStack, overlay: Overlay) -> None:
         block = self.block
 
-        def see_v(v: Tensor) -> None:
-            self.v = v[0, -1:].double()
-
         def see_y(_module: nn.Module, _args: object, output: object) -> None:
             self.y = first_output(output)[0, -1].double()
 
-        stack.callback(before(block.norm_pre, see_v).remove)
+        for k, reading in enumerate(block.residual):
+            stack.callback(reading.listen(partial(self._see_part, k)).remove)
+        match block:
+            case DenseBlock():
+                self._listen_dense(block, stack, overlay)
+            case ExpertBlock():
+                self._listen_experts(block, stack, overlay)
+        if block.norm_post is not None:
+            stack.callback(before(block.norm_post.module, lambda q: self.refit(rows(q), overlay)).remove)
+        stack.callback(block.layer.register_forward_hook(see_y).remove)
+
+    def _see_part(self, k: int, value: Tensor) -> None:
+        if not self.dry:
+            self.parts[k] = rows(value)[-1:].double()
+
+    def _listen_dense(self, block: DenseBlock, stack: ExitStack, overlay: Overlay) -> None:
         for linear in block.input_maps:
             stack.callback(before(linear.module, self._input_matcher(linear, overlay)).remove)
-        stack.callback(before(block.output_map.module, lambda h: self.match_output(h[0], overlay)).remove)
-        if block.norm_post is not None:
-            stack.callback(before(block.norm_post.module, lambda q: self.refit(q[0], overlay)).remove)
-        stack.callback(block.layer.register_forward_hook(see_y).remove)
+
+        def match(h: Tensor) -> None:
+            branch = block.output_map.exact(rows(h)[-1:])
+            delta = self.match_output(rows(h), branch)
+            if delta is not None:
+                self._put_matrix(overlay, block.output_map, delta)
+
+        stack.callback(before(block.output_map.module, match).remove)
+
+    def _listen_experts(self, block: ExpertBlock, stack: ExitStack, overlay: Overlay) -> None:
+        def match(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # The branch is called again while it is being solved, and those calls are not to be solved.
+            if not self.dry:
+                self.dry = True
+                self._match_experts(block, rows(first_tensor(args, kwargs)), Call.of(args, kwargs), overlay)
+                self.dry = False
+
+        stack.callback(block.branch[0].register_forward_pre_hook(match, with_kwargs=True).remove)
+
+    def _match_experts(self, block: ExpertBlock, z: Tensor, call: Call, overlay: Overlay) -> None:
+        """All of a mixture in one place, since z is known before any of its maps runs (equation sheet, section 7)."""
+        here = call.at(z.shape[0] - 1)
+        wanted = observe(self.model, block, self.wanted["z"][0], here)
+        if not self.inner_skipped:
+            self._steer(z)
+        if self.steering is not None:
+            for linear in (*block.input_maps, *(block.stacked_inputs[k] for k in sorted(wanted.inputs))):
+                self._put_matrix(overlay, linear, self.steering.delta(linear.weight))
+        seen = observe(self.model, block, z[-1], here)
+        if self.steering is not None and set(seen.hidden) != set(wanted.hidden):
+            flipped = len(set(seen.hidden) ^ set(wanted.hidden))
+            self.findings.append(Finding(Outcome.EXPERT_FLIP, block.name, "experts that differ", flipped, 0))
+        h = seen.row(seen.columns)
+        if self.sink is not None:
+            h = torch.cat([observe(self.model, block, z[self.sink], call.at(self.sink)).row(seen.columns), h])
+        delta = self.match_output(h, seen.branch[None])
+        if delta is not None:
+            for k, part in split_columns(delta, seen.columns):
+                self._put_matrix(overlay, block.outputs[k], part)
 
     def _input_matcher(self, linear: LinearMap, overlay: Overlay) -> Callable[[Tensor], None]:
         """`dW = W D`, one D for all input maps (equation sheet, section 3)."""
 
         def match(z: Tensor) -> None:
             if self.steering is None and not self.inner_skipped:
-                self._steer(z[0])
+                self._steer(rows(z))
             if self.steering is not None:
                 self._put_matrix(overlay, linear, self.steering.delta(linear.weight))
 
@@ -118,23 +183,21 @@ class BlockFold:
             return
         self._note(self.steering.condition, self.steering.findings)
 
-    def match_output(self, h: Tensor, overlay: Overlay) -> None:
-        """Aim at the measured branch `g = (y_C − v) / alpha`."""
-        linear = self.block.output_map
-        self.g = (self.wanted["y"].double() - self.v) / self.block.alpha
-        branch = linear.exact(h[-1:])
+    def match_output(self, h: Tensor, branch: Tensor) -> LowRank | None:
+        """The edit of the output map that reads `h (n, f)`, aimed at the measured branch `g = (r' − r) / alpha`.
+
+        `branch (1, d)` is what the map gives at the last row as it is. None when the scale alone does it.
+        """
+        self.g = self.block.wanted_branch(self.wanted["t"], [self.parts[k] for k in sorted(self.parts)])
         if self.block.norm_post is None:
             solution = self._protecting(
                 h, lambda protected: OutputWeight().solve(self.block.name, h[-1:], branch, self.g, protected)
             )
             self._note(solution.condition, solution.findings)
-            self._put_matrix(overlay, linear, solution.delta)
-            return
-        self._through_norm(h, branch, overlay)
+            return solution.delta
+        return self._through_norm(self.block.norm_post, h, branch)
 
-    def _through_norm(self, h: Tensor, branch: Tensor, overlay: Overlay) -> None:
-        norm = self.block.norm_post
-        assert norm is not None
+    def _through_norm(self, norm: Norm, h: Tensor, branch: Tensor) -> LowRank | None:
         self.numbers["min_abs_u"] = float(norm.unscaled(branch).abs().min())
         self.numbers["min_abs_m"] = float(norm.scale.abs().min())
         first, second = self.rules
@@ -157,14 +220,15 @@ class BlockFold:
             solution = solve(second)
         self._note(solution.condition, solution.findings)
         self.scale = solution.scale
-        if solution.delta is not None:
-            self._put_matrix(overlay, self.block.output_map, solution.delta)
+        return solution.delta
 
     def refit(self, q: Tensor, overlay: Overlay) -> None:
         """The scale, once the norm's input is known as it really is.
 
         The theorem's member divides by it outright (eq. 4); for the others only what rounding did is corrected.
         """
+        if self.dry:
+            return
         norm = self.block.norm_post
         assert norm is not None
         assert self.scale is not None
@@ -201,7 +265,7 @@ class BlockFold:
         return solution
 
     def _factor_dtype(self) -> torch.dtype:
-        stored = self.block.output_map.weight.dtype
+        stored = self.block.anchor.dtype
         return torch.float64 if stored == torch.float64 else torch.float32
 
     def _put_matrix(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contextfold.anatomy import Bound
 from contextfold.errors import InputError
-from contextfold.runtime import Run
+from contextfold.runtime import Run, takes_positions
 
 __all__ = ["SINK", "Positions", "Spans", "Split", "digest", "split"]
 
@@ -23,7 +23,7 @@ SINK: Spans = ((0, 1),)
 """The first token of the sequence. Attention rests on it whatever it is, so it is kept by default."""
 
 Positions = Literal["absolute", "renumbered"]
-"""Whether kept tokens keep the positions that they had, or count from 0."""
+"""Whether kept tokens keep the positions that they had, or count from 0. Models that take none always count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,9 @@ def split(bound: Bound, context: Tensor, query: Tensor, keep: Spans = SINK, posi
         raise InputError("every token of the context is kept, so there is nothing to fold")
     ids, index = torch.cat([context, query]), torch.arange(total)
     rows = index[kept]
-    reduced = rows if positions == "absolute" else torch.arange(rows.numel())
+    # Recurrent models and models that count tokens themselves (ALiBi) take no positions, so they renumber.
+    absolute = positions == "absolute" and takes_positions(bound.model)
+    reduced = rows if absolute else torch.arange(rows.numel())
     sink = 0 if bool(kept[0]) and rows.numel() > 1 else None
     return Split(Run(ids, index), Run(ids[kept], reduced), sink)
 

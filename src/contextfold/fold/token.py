@@ -6,21 +6,20 @@ reduced run passes through it. The next block then reads what the patched one re
 
 from __future__ import annotations
 
-import platform
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Bound, bind
 from contextfold.errors import InputError
 from contextfold.fold.block import BlockFold, LayerReport
-from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
-from contextfold.patch import Header, Patch
-from contextfold.rules import REFERENCES, InputWeight, OutputWeight, PostNorm, Reference
+from contextfold.fold.header import header_of
+from contextfold.fold.split import SINK, Positions, Spans, Split, split
+from contextfold.forms import expressions
+from contextfold.patch import Patch
+from contextfold.rules import REFERENCES, Reference, choose
 from contextfold.runtime import Action, Written, recording, run
 
 __all__ = ["DEFAULT_RULE", "Folded", "fold_token", "reference"]
@@ -81,11 +80,17 @@ def fold_token(
     Raises `InputError`, `UnsupportedModel`, and `NotControllable` where no exact edit exists.
     """
     bound = model if isinstance(model, Bound) else bind(model)
-    rules = (reference(rule), None if fallback is None else reference(fallback))
+    members = (reference(rule), None if fallback is None else reference(fallback))
+    forms = expressions(bound)
+    plans = {form: choose(form, 1, [rule]) for form in dict.fromkeys(forms)}  # most blocks of a model are alike
+    choices = [plans[form] for form in forms]
     parts = split(bound, context, query, keep, positions)
-    with recording(bound.blocks, slice(-1, None), "zy") as wanted:
+    with recording(bound.blocks, slice(-1, None), "zyt") as wanted:
         in_context = run(bound.model, parts.full)[0]
-    folds = [BlockFold(block, state, parts.sink, rules) for block, state in zip(bound.blocks, wanted, strict=True)]
+    folds = [
+        BlockFold(bound.model, block, state, parts.sink, members, inner_skipped=not choice.inner)
+        for block, state, choice in zip(bound.blocks, wanted, choices, strict=True)
+    ]
     sites = [site for block in bound.blocks for site in block.sites]
     overlay = (Written if written else Action)(bound.model, sites)
     with ExitStack() as stack:
@@ -93,29 +98,7 @@ def fold_token(
             fold.listen(stack, overlay)
         with overlay:
             run(bound.model, parts.reduced)
-    patch = Patch(_header(bound, parts, rules, written), overlay.edits)
+    exact = (int(parts.reduced.positions[-1]),)
+    plan = tuple(dict.fromkeys(name for choice in choices for name in choice.names))
+    patch = Patch(header_of(bound, parts, "token", exact, plan, written), overlay.edits)
     return Folded(patch, parts, in_context, tuple(fold.report() for fold in folds))
-
-
-def _header(bound: Bound, parts: Split, rules: tuple[Reference, Reference | None], written: bool) -> Header:
-    normed = bound.blocks[0].norm_post is not None
-    outer = f"{PostNorm.name}: {rules[0].name}" if normed else OutputWeight.name
-    factor = torch.float64 if bound.dtype == torch.float64 else torch.float32
-    return Header(
-        kind="token",
-        model_type=bound.model_type,
-        fingerprint=bound.fingerprint,
-        positions=tuple(parts.reduced.positions.tolist()),
-        exact_at=(int(parts.reduced.positions[-1]),),
-        tokens_digest=digest(parts.reduced),
-        context_digest=digest(parts.full),
-        model_dtype=str(bound.dtype).removeprefix("torch."),
-        factor_dtype=str(factor).removeprefix("torch."),
-        attention=bound.attention,
-        materialised=written,
-        plan=(InputWeight.name, outer),
-        versions={
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("contextfold", "torch", "transformers")},
-        },
-    )

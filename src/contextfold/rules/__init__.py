@@ -14,6 +14,7 @@ from contextfold.rules.experts import (
     flips,
     ties,
 )
+from contextfold.rules.joint import JointPostNorm, JointScale, joint_scale
 from contextfold.rules.linear import (
     AttentionOutput,
     InputWeight,
@@ -39,6 +40,8 @@ __all__ = [
     "InputBias",
     "InputScale",
     "InputWeight",
+    "JointPostNorm",
+    "JointScale",
     "LeastNorm",
     "OutputAlone",
     "OutputBias",
@@ -57,6 +60,7 @@ __all__ = [
     "WeightSolution",
     "choose",
     "flips",
+    "joint_scale",
     "refit_scale",
     "rule_named",
     "rules_for",

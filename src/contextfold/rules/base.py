@@ -14,10 +14,13 @@ from contextfold.errors import NotControllable
 from contextfold.lowrank import Solution
 from contextfold.outcomes import Finding, Outcome
 
-__all__ = ["NEAR_SINGULAR", "RESIDUAL", "UpdateRule", "finite", "judge", "refuse_if"]
+__all__ = ["MATRIX", "NEAR_SINGULAR", "RESIDUAL", "UpdateRule", "finite", "judge", "refuse_if"]
 
 NEAR_SINGULAR = 1e6
 """Condition number of the sources above which an edit is called near-singular."""
+
+MATRIX = (Outcome.ZERO_SOURCE, Outcome.INCONSISTENT, Outcome.NEAR_SINGULAR, Outcome.NOT_FINITE)
+"""What the solve of a matrix may meet."""
 
 RESIDUAL = 1e-6
 """Relative residual above which dependent sources are called inconsistent (float64 solves)."""
@@ -38,6 +41,8 @@ class UpdateRule(ABC):
     """In what sense nothing smaller would do."""
     serves: ClassVar[Service]
     """The ways of the calculus that it carries out."""
+    meets: ClassVar[tuple[Outcome, ...]]
+    """Outcomes other than exact that its solve may name."""
 
 
 def refuse_if(bad: bool, finding: Finding) -> None:

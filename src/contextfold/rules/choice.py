@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contextfold.calculus import Expression, Plan, Way, plan
 from contextfold.errors import InputError
 from contextfold.rules.base import UpdateRule
 from contextfold.rules.elementwise import InputScale, OutputScale
 from contextfold.rules.experts import EvenShare, ExpertInput, LeastNorm, OutputOnly, SharedExpert
+from contextfold.rules.joint import JointPostNorm
 from contextfold.rules.linear import AttentionOutput, InputWeight, OutputAlone, OutputWeight, ParallelOutput
 from contextfold.rules.postnorm import REFERENCES, PostNorm, PostNormBias, Reference
 from contextfold.rules.shift import InputBias, OutputBias
@@ -29,12 +30,16 @@ RULES: tuple[type[UpdateRule], ...] = (
     OutputScale,
     PostNorm,
     PostNormBias,
+    JointPostNorm,
     LeastNorm,
     EvenShare,
     SharedExpert,
     OutputOnly,
 )
 """Every rule. Where several serve a way, the first that does is the default."""
+
+THROUGH = (PostNorm.name, PostNormBias.name)
+"""Rules that go through a norm, so that a reference scale is chosen too."""
 
 ALONE: tuple[type[UpdateRule], ...] = (OutputAlone, OutputOnly)
 """Rules that leave the inner function as the reduced run has it."""
@@ -45,18 +50,19 @@ class Choice:
     """A plan of the calculus and the rules that carry it out."""
 
     plan: Plan
-    inner: type[UpdateRule] | None
-    outer: type[UpdateRule] | None
+    inner: tuple[type[UpdateRule], ...]
+    """One rule, or none; several where parallel branches are steered by different kinds of parameters."""
+    outer: tuple[type[UpdateRule], ...]
     reference: Reference | None = None
     """The member of the post-norm class, where the outer rule goes through a norm."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """As they stand in the header of a patch, in the order in which they act."""
-        outer = None if self.outer is None else self.outer.name
-        if outer is not None and self.reference is not None:
-            outer = f"{outer}: {self.reference.name}"
-        return tuple(name for name in (None if self.inner is None else self.inner.name, outer) if name is not None)
+        chosen = [rule.name for rule in self.outer]
+        if self.reference is not None:
+            chosen = [f"{name}: {self.reference.name}" if name in THROUGH else name for name in chosen]
+        return (*(rule.name for rule in self.inner), *chosen)
 
 
 def rule_named(name: str) -> type[UpdateRule]:
@@ -89,14 +95,17 @@ def choose(expression: Expression, positions: int = 1, names: Sequence[str] = ()
     chosen = plan(expression, positions, [rule.serves for rule in rules])
     if any(rule in ALONE for rule in rules):
         chosen = chosen.without_inner()
-    outer = _rule(chosen.outer, rules)
-    through = outer in (PostNorm, PostNormBias)
+    outer = _rules(chosen.outer, rules)
+    through = any(rule.name in THROUGH for rule in outer)
     reference = (members or REFERENCES)[0] if through else None
-    return Choice(chosen, _rule(chosen.inner, rules), outer, reference)
+    return Choice(chosen, _rules(chosen.inner, rules), outer, reference)
 
 
-def _rule(way: Way | None, wanted: Sequence[type[UpdateRule]]) -> type[UpdateRule] | None:
-    if way is None or not way.steps:
-        return None
+def _rules(way: Way | None, wanted: Sequence[type[UpdateRule]]) -> tuple[type[UpdateRule], ...]:
+    if way is None:
+        return ()
     fitting = rules_for(way)
-    return next((rule for rule in wanted if rule in fitting), fitting[0] if fitting else None)
+    if fitting and len({step.demand for step in way.steps}) == 1:
+        return (next((rule for rule in wanted if rule in fitting), fitting[0]),)
+    single = [replace(way, kind=step.kind, steps=(step,)) for step in way.steps]
+    return tuple(dict.fromkeys(rule for part in single for rule in rules_for(part)[:1]))

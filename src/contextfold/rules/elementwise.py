@@ -58,6 +58,7 @@ class InputScale(UpdateRule):
     condition: ClassVar[str] = "no entry of N_pre(s) is 0 where z_C is not; one position"
     minimal: ClassVar[str] = "the only scale that does it; no matrix is touched"
     serves: ClassVar[Service] = Service(Demand.MATCH, Kind.SCALE)
+    meets: ClassVar[tuple[Outcome, ...]] = (Outcome.ZERO_ENTRY, Outcome.INCONSISTENT, Outcome.NOT_FINITE)
 
     def solve(self, where: str, unit: Tensor, z_C: Tensor, m_pre: Tensor) -> ScaleSolution:
         """`unit (n, d)` the norm's output without scale, `z_C (n, d)` without the norm's bias, `m_pre (d,)`.
@@ -79,6 +80,7 @@ class OutputScale(UpdateRule):
     condition: ClassVar[str] = "no u_i is 0 where g_i is not; one position"
     minimal: ClassVar[str] = "the only scale that does it; no matrix is touched"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.SCALE)
+    meets: ClassVar[tuple[Outcome, ...]] = (Outcome.ZERO_ENTRY, Outcome.INCONSISTENT, Outcome.NOT_FINITE)
 
     def solve(self, where: str, u: Tensor, g: Tensor, m: Tensor) -> ScaleSolution:
         """`u (n, d)` what the scale multiplies, `g (n, d)` what should come out, `m (d,)` the scale as it is.

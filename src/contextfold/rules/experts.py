@@ -17,7 +17,7 @@ from torch import Tensor
 from contextfold.calculus import Demand, Kind, Service
 from contextfold.lowrank import LowRank, min_norm_update
 from contextfold.outcomes import Finding, Outcome
-from contextfold.rules.base import UpdateRule, finite, judge, refuse_if
+from contextfold.rules.base import MATRIX, UpdateRule, finite, judge, refuse_if
 from contextfold.rules.linear import InputWeight, Steering
 
 __all__ = [
@@ -76,6 +76,7 @@ class ExpertInput(UpdateRule):
     condition: ClassVar[str] = "z != 0; no tie at the border of the selection; several positions: z_i independent"
     minimal: ClassVar[str] = "smallest Frobenius norm of D among all D with D z = z_C - z"
     serves: ClassVar[Service] = Service(Demand.MATCH, Kind.EXPERTS)
+    meets: ClassVar[tuple[Outcome, ...]] = (*MATRIX, Outcome.TIED_ROUTER, Outcome.EXPERT_FLIP)
 
     def solve(
         self, where: str, z: Tensor, z_C: Tensor, scores_C: Tensor, active: int, protected: Tensor | None = None
@@ -101,6 +102,12 @@ class Active:
         """`(n, E f)`: what the output maps, seen as one matrix, read."""
         return (self.gates.double()[..., None] * self.hidden.double()).flatten(1)
 
+    def split(self, delta: LowRank) -> Mapping[int, LowRank]:
+        """The edit of that one matrix, `(d, E f)`, as one edit per expert that is active somewhere."""
+        width = self.hidden.shape[2]
+        moved = (self.gates != 0).any(0).nonzero()[:, 0].tolist()
+        return {e: LowRank(delta.B, delta.A[:, e * width : (e + 1) * width]) for e in moved}
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertsSolution:
@@ -122,6 +129,7 @@ class EvenShare(UpdateRule):
     condition: ClassVar[str] = "S != 0, every active h_e != 0; one position"
     minimal: ClassVar[str] = "per expert, for its share; not jointly"
     serves: ClassVar[Service] = _REACH
+    meets: ClassVar[tuple[Outcome, ...]] = (Outcome.GATE_SUM_ZERO, Outcome.ZERO_SOURCE, Outcome.NOT_FINITE)
 
     def solve(self, where: str, experts: Active, branch: Tensor, g: Tensor) -> ExpertsSolution:
         """One position; `branch (1, d)` the whole branch as it is, `g (1, d)` as it should be.
@@ -149,6 +157,7 @@ class JointOutput(UpdateRule):
     equation: ClassVar[str] = "dW_out,e = s_e g_rest h_eᵀ / Σ_j s_j² ‖h_j‖²"
     minimal: ClassVar[str] = "smallest joint Frobenius norm over the experts"
     serves: ClassVar[Service] = _REACH
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX
 
     @final
     def solve(self, where: str, experts: Active, branch: Tensor, g: Tensor) -> ExpertsSolution:
@@ -157,11 +166,7 @@ class JointOutput(UpdateRule):
         sources, changes = experts.sources, (g - branch).double()
         solution = min_norm_update(sources, changes)
         findings = judge(where, sources, changes, solution)
-        width = experts.hidden.shape[2]
-        moved = (experts.gates != 0).any(0).nonzero()[:, 0].tolist()
-        B, A = solution.delta.B, solution.delta.A
-        deltas = {e: LowRank(B, A[:, e * width : (e + 1) * width]) for e in moved}
-        return ExpertsSolution(deltas, solution.condition, findings)
+        return ExpertsSolution(experts.split(solution.delta), solution.condition, findings)
 
 
 @final
@@ -194,7 +199,8 @@ class SharedExpert(UpdateRule):
     source: ClassVar[str] = "[ours]"
     condition: ClassVar[str] = "there is a shared expert, s_s h_s != 0; several positions: s_s h_s independent"
     minimal: ClassVar[str] = "smallest Frobenius norm of the one map that moves"
-    serves: ClassVar[Service] = _REACH
+    serves: ClassVar[Service] = Service(Demand.REACH, Kind.EXPERTS, shared=True)
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX
 
     def solve(self, where: str, gate: Tensor, hidden: Tensor, branch: Tensor, g: Tensor) -> ExpertsSolution:
         """`gate (n, 1)` (ones without a shared gate), `hidden (n, f)`; the edit stands under index 0."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from contextfold.calculus import Demand, Kind, Service
 from contextfold.lowrank import LowRank, min_norm_update
-from contextfold.outcomes import Finding
-from contextfold.rules.base import UpdateRule, finite, judge
+from contextfold.outcomes import Finding, Outcome
+from contextfold.rules.base import MATRIX, UpdateRule, finite, judge
 
 __all__ = [
     "AttentionOutput",
@@ -61,6 +61,7 @@ class InputWeight(UpdateRule):
     condition: ClassVar[str] = "z != 0; several positions: z_i independent"
     minimal: ClassVar[str] = "smallest Frobenius norm of D among all D with D z = z_C - z"
     serves: ClassVar[Service] = Service(Demand.MATCH, Kind.WEIGHT)
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX
 
     def solve(self, where: str, z: Tensor, z_C: Tensor, protected: Tensor | None = None) -> Steering:
         """`z, z_C (n, d)`, `protected (p, d)` rows that the maps must still read as before.
@@ -114,6 +115,7 @@ class OutputWeight(MatrixOutput):
     source: ClassVar[str] = "[E] lemma on output weights; aimed at the measured g [ours]"
     condition: ClassVar[str] = "h != 0; several positions: h_i independent"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.WEIGHT)
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX
 
 
 @final
@@ -126,6 +128,7 @@ class OutputAlone(MatrixOutput):
     condition: ClassVar[str] = "h of the reduced run != 0; several positions: h_i independent"
     minimal: ClassVar[str] = "smallest Frobenius norm; one matrix per block"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.WEIGHT)
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX
 
 
 @final
@@ -139,6 +142,7 @@ class AttentionOutput(MatrixOutput):
     condition: ClassVar[str] = "a of the reduced run != 0; no norm after attention; several positions: a_i independent"
     minimal: ClassVar[str] = "smallest Frobenius norm; one matrix per block"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.WEIGHT, reads="a")
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX
 
 
 @final
@@ -151,3 +155,4 @@ class ParallelOutput(MatrixOutput):
     source: ClassVar[str] = "[E] lemma on parallel blocks; aimed at the measured g [ours]"
     condition: ClassVar[str] = "h != 0; several positions: h_i independent"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.WEIGHT, beside=True)
+    meets: ClassVar[tuple[Outcome, ...]] = MATRIX

@@ -18,7 +18,7 @@ from torch import Tensor
 from contextfold.calculus import Demand, Kind, Service
 from contextfold.lowrank import LowRank, invert_rmsnorm, min_norm_update
 from contextfold.outcomes import Finding, Outcome
-from contextfold.rules.base import UpdateRule, finite, judge, refuse_if
+from contextfold.rules.base import MATRIX, UpdateRule, finite, judge, refuse_if
 from contextfold.rules.linear import with_protected
 
 __all__ = [
@@ -36,6 +36,16 @@ ZERO = 1e-12
 
 FLOOR = 0.1
 """tau of the floored scale, as a fraction of median(abs(m))."""
+
+
+THROUGH = (
+    Outcome.NOTHING_TO_AIM_AT,
+    Outcome.ZERO_ACTIVATION,
+    Outcome.TINY_SCALE,
+    Outcome.SECULAR_HARD_CASE,
+    Outcome.NOT_FINITE,
+)
+"""What the choice of the new scale may meet; which of them depends on the reference."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +116,7 @@ def _scalar(problem: _Problem) -> _Answer:
     return _through(problem, problem.m)
 
 
-def _floor(m: Tensor) -> Tensor:
+def floored_scale(m: Tensor) -> Tensor:
     """`M = sqrt(m² + tau²)`: the magnitude of the scale, kept away from zero."""
     tau = FLOOR * _median(m)
     return torch.sqrt(m * m + tau * tau)
@@ -117,14 +127,14 @@ def _sign(m: Tensor) -> Tensor:
 
 
 def _floored(problem: _Problem) -> _Answer:
-    return _through(problem, _sign(problem.m) * _floor(problem.m))
+    return _through(problem, _sign(problem.m) * floored_scale(problem.m))
 
 
 def _balanced(problem: _Problem) -> _Answer:
     # A rounding error e in ŷ_i becomes m'_i e in the branch, and matters in units of the scale M_i that the model
     # gives that coordinate. So: minimise Σ (m'_i / M_i)² subject to the reach Σ (g_i / m'_i)² = d rho². Stationarity
     # gives m'_i / M_i² ∝ g_i² / m'_i³, that is m'_i ∝ sqrt(|g_i| M_i), and the constraint sets the factor t.
-    return _through(problem, _sign(problem.m) * torch.sqrt(problem.g.abs() * _floor(problem.m)))
+    return _through(problem, _sign(problem.m) * torch.sqrt(problem.g.abs() * floored_scale(problem.m)))
 
 
 def _flat(problem: _Problem) -> _Answer:
@@ -206,6 +216,7 @@ class PostNorm(UpdateRule):
     condition: ClassVar[str] = "h != 0, g != 0; one position; what the reference scale asks besides"
     minimal: ClassVar[str] = "smallest Frobenius norm of dW_out for the given reference scale"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.WEIGHT_AND_SCALE)
+    meets: ClassVar[tuple[Outcome, ...]] = (*THROUGH, *MATRIX[:-1])
 
     reference: Reference = REFERENCES[0]
 
@@ -215,6 +226,7 @@ class PostNorm(UpdateRule):
     ) -> PostNormSolution:  # fmt: skip
         """One position: `h (1, f)`, `branch = W_out h + b (1, d)`, wanted `g (1, d)`, effective scale `m (d,)`.
 
+        Of a mixture of experts, h is `Active.sources` and the edit is taken apart by `Active.split`.
         `eps` is the norm's own. `protected (p, f)`: inputs on which the output map must not change (the scale
         is common to all positions and does change). Raises `NotControllable`.
         """
@@ -248,6 +260,7 @@ class PostNormBias(UpdateRule):
     condition: ClassVar[str] = "the map has a bias, g != 0; one position; what the reference scale asks besides"
     minimal: ClassVar[str] = "the only bias for the given reference scale and length of q"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.BIAS_AND_SCALE)
+    meets: ClassVar[tuple[Outcome, ...]] = THROUGH
 
     reference: Reference = REFERENCES[0]
 
@@ -261,9 +274,9 @@ class PostNormBias(UpdateRule):
 def refit_scale(planned: Tensor, u: Tensor, g: Tensor, eps: float) -> Tensor:
     """The planned scale, corrected for what rounding did to the output map: `(d,)`.
 
-    `m_j = (g_j u_j + eps m'_j) / (u_j² + eps)`, the least-squares scale with a pull of weight eps towards the
-    plan, u as measured after the map was written. With eps the machine epsilon of the storage dtype and u off by
-    about eps, no scale moves by more than a fraction sqrt(eps) / 2, however small u_j is. [ours]
+    `m_j = (Σ g_ij u_ij + eps m'_j) / (Σ u_ij² + eps)`, the least-squares scale with a pull of weight eps towards the
+    plan, u `(n, d)` as measured after the map was written. With eps the machine epsilon of the storage dtype and u
+    off by about eps, no scale moves by more than a fraction sqrt(eps) / 2, however small u is. [ours]
     """
-    u, g = u.double(), g.double()
-    return (g * u + eps * planned) / (u * u + eps)
+    u, g = (rows.double().reshape(-1, planned.numel()) for rows in (u, g))
+    return ((g * u).sum(0) + eps * planned) / (u.square().sum(0) + eps)

@@ -43,6 +43,7 @@ class InputBias(UpdateRule):
     condition: ClassVar[str] = "the map has a bias; several positions: all want the same shift"
     minimal: ClassVar[str] = "the only bias that does it"
     serves: ClassVar[Service] = Service(Demand.MATCH, Kind.BIAS)
+    meets: ClassVar[tuple[Outcome, ...]] = (Outcome.INCONSISTENT, Outcome.NOT_FINITE)
 
     def solve(self, where: str, W: Tensor, z: Tensor, z_C: Tensor) -> BiasSolution:
         """`W (out, d)`, `z, z_C (n, d)`. Raises `NotControllable` when positions want different shifts."""
@@ -61,6 +62,7 @@ class OutputBias(UpdateRule):
     condition: ClassVar[str] = "the map has a bias; several positions: all want the same shift"
     minimal: ClassVar[str] = "the only bias that does it"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.BIAS)
+    meets: ClassVar[tuple[Outcome, ...]] = (Outcome.INCONSISTENT, Outcome.NOT_FINITE)
 
     def solve(self, where: str, branch: Tensor, g: Tensor) -> BiasSolution:
         """`branch (n, d)` as it is, `g (n, d)` as it should be. Raises `NotControllable` as `InputBias`."""

@@ -2,6 +2,7 @@
 
 from contextfold.verify.controls import negative_controls, random_like, shuffled
 from contextfold.verify.metrics import Comparison, compare
+from contextfold.verify.sequence import SequenceVerdict, fold_and_prove_sequence, verify_sequence_patch
 from contextfold.verify.step import Step, prove_patch, prove_token, rounding_noise
 from contextfold.verify.suite import Prompt, Settings, continuation, fold_and_prove, verify_patch, verify_prompts
 from contextfold.verify.verdict import Verdict
@@ -9,12 +10,14 @@ from contextfold.verify.verdict import Verdict
 __all__ = [
     "Comparison",
     "Prompt",
+    "SequenceVerdict",
     "Settings",
     "Step",
     "Verdict",
     "compare",
     "continuation",
     "fold_and_prove",
+    "fold_and_prove_sequence",
     "negative_controls",
     "prove_patch",
     "prove_token",
@@ -23,4 +26,5 @@ __all__ = [
     "shuffled",
     "verify_patch",
     "verify_prompts",
+    "verify_sequence_patch",
 ]

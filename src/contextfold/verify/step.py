@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from contextfold.anatomy import Bound
 from contextfold.errors import InputError
-from contextfold.fold import SINK, Folded, LayerReport, Spans, digest, fold_token, split
+from contextfold.fold import SINK, Folded, LayerReport, Spans, Split, digest, fold_token, split
 from contextfold.patch import Patch, ScaleEdit
 from contextfold.runtime import applied, materialised, recording, run
 from contextfold.verify.controls import negative_controls
@@ -81,11 +81,7 @@ def prove_patch(
     another model.
     """
     parts = split(bound, context, query, keep, "absolute")
-    if digest(parts.reduced) != patch.header.tokens_digest or digest(parts.full) != patch.header.context_digest:
-        raise InputError(
-            "the patch was folded for another context, query or kept span (the digests of the token ids differ); "
-            "give the texts and --keep that it was made with"
-        )
+    check_tokens(parts, patch)
     with recording(bound.blocks, slice(-1, None), "y") as wanted:
         in_context = run(bound.model, parts.full)[0]
     with materialised(bound, patch), recording(bound.blocks, slice(-1, None), "y") as got:
@@ -99,10 +95,19 @@ def prove_patch(
     return _tested(bound, folded, patch, cached, controls)
 
 
+def check_tokens(parts: Split, patch: Patch) -> None:
+    """Refuse tokens that the patch was not folded for. Raises `InputError`."""
+    if digest(parts.reduced) != patch.header.tokens_digest or digest(parts.full) != patch.header.context_digest:
+        raise InputError(
+            "the patch was folded for another context, query or kept span (the digests of the token ids differ); "
+            "give the texts and --keep that it was made with"
+        )
+
+
 def _measured(bound: Bound, patch: Patch, layer: int, y: Tensor, y_C: Tensor) -> LayerReport:
     """What a stored patch does at one layer; what only the solve knew is not a number."""
     unknown = float("nan")
-    weights = {m.site: m.weight for block in bound.blocks for m in (*block.input_maps, block.output_map)}
+    weights = {m.site: m.weight for block in bound.blocks for m in block.maps}
     mine = patch.select([layer])
     ratios = [e.size() / float(weights[s].norm()) for s, e in mine.edits.items() if s in weights]
     scales = [e for e in mine.edits.values() if isinstance(e, ScaleEdit)]

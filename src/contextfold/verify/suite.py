@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +14,7 @@ from contextfold.errors import InputError
 from contextfold.fold import DEFAULT_RULE, Spans
 from contextfold.patch import Patch
 from contextfold.runtime import Decoder, Run
+from contextfold.verify.receipt import receipt_of
 from contextfold.verify.step import Step, prove_patch, prove_token
 from contextfold.verify.verdict import Verdict
 
@@ -142,14 +140,6 @@ def _prompt_steps(
 
 
 def _verdict(bound: Bound, steps: Sequence[Step], settings: Settings, started: float) -> Verdict:
-    receipt: dict[str, Any] = {
-        "fingerprint": bound.fingerprint,
-        "attention": bound.attention,
-        "threads": torch.get_num_threads(),
-        "seconds": round(time.monotonic() - started, 1),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("contextfold", "torch", "transformers")},
-    }
     return Verdict(
         model=settings.name or bound.model_type,
         dtype=bound.dtype,
@@ -157,7 +147,7 @@ def _verdict(bound: Bound, steps: Sequence[Step], settings: Settings, started: f
         fallback=settings.fallback,
         protocol=settings.protocol,
         steps=tuple(steps),
-        receipt=receipt,
+        receipt=receipt_of(bound, time.monotonic() - started),
     )
 
 

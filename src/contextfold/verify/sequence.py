@@ -1,0 +1,278 @@
+"""The proof for one static patch over a whole sequence: every position, controls, and what it does to other text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contextfold.anatomy import Bound, bind
+from contextfold.fold import FoldedSequence, SequenceLayer, fold_sequence, split
+from contextfold.patch import Patch
+from contextfold.runtime import Run, applied, materialised, run
+from contextfold.verify.controls import OTHER, RANDOM, SHUFFLED, other_tokens, random_like, shuffled
+from contextfold.verify.metrics import Comparison, compare
+from contextfold.verify.receipt import receipt_of
+from contextfold.verify.step import check_tokens, rounding_noise
+from contextfold.verify.suite import Prompt, Settings
+from contextfold.verify.verdict import CONTROL_FACTOR, EXACT
+
+__all__ = ["SequenceVerdict", "fold_and_prove_sequence", "verify_sequence_patch"]
+
+Compared = tuple[Comparison, ...]
+"""One comparison per position."""
+
+
+@dataclass(frozen=True)
+class SequenceVerdict:
+    """What one static patch proved over a sequence. Gaps are in logits, divergences in nats."""
+
+    model: str
+    dtype: torch.dtype
+    protocol: str
+    positions: tuple[int, ...]
+    """Absolute positions of the query tokens that were compared."""
+    written: Compared
+    action: Compared
+    perturbed: Compared
+    unpatched: Compared
+    controls: Mapping[str, Compared]
+    elsewhere: Compared
+    """The patched model against the unpatched one on other text, which the patch was not made for."""
+    layers: tuple[SequenceLayer, ...]
+    max_abs_dm: float
+    patch_bytes: int
+    receipt: Mapping[str, Any]
+
+    @property
+    def worst_logit_gap(self) -> float:
+        return max(_gaps(self.written))
+
+    @property
+    def unpatched_logit_gap(self) -> float:
+        """Largest over the positions, without the patch."""
+        return max(_gaps(self.unpatched))
+
+    @property
+    def drift(self) -> float:
+        """Mean KL(unpatched ‖ patched) per token of other text, in nats."""
+        return statistics.mean(c.kl_nats for c in self.elsewhere)
+
+    def reasons(self) -> list[str]:
+        """Why the verdict is not `proven`; empty when it is."""
+        found = []
+        if _matches(self.written) < len(self.written):
+            found.append(f"top-1 agrees at {_matches(self.written)} of {len(self.written)} positions")
+        limit = EXACT[self.dtype] * self.unpatched_logit_gap
+        if not self.worst_logit_gap <= limit:
+            found.append(f"the worst logit gap {self.worst_logit_gap:.3g} exceeds {limit:.3g}")
+        for name, compared in self.controls.items():
+            middle = statistics.median(_gaps(compared))
+            if not middle > CONTROL_FACTOR * self.worst_logit_gap:
+                found.append(f"control {name} comes as close as {middle:.3g} in the median")
+        return found
+
+    @property
+    def proven(self) -> bool:
+        return not self.reasons()
+
+    def sentence(self) -> str:
+        """The verdict in words, with what the patch costs elsewhere."""
+        numbers = (
+            f"one static patch, {_matches(self.written)} of {len(self.written)} positions agree, worst logit gap "
+            f"{self.worst_logit_gap:.2g} (up to {self.unpatched_logit_gap:.3g} without the patch)"
+        )
+        cost = f" On other text it moves the model by {self.drift:.2g} nats per token: it is for this sequence only."
+        if self.proven:
+            return f"Proven: {numbers}; every negative control misses by far.{cost}"
+        return f"Not proven: {numbers}; " + "; ".join(self.reasons()) + f".{cost}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys; documented in `docs/json.md`."""
+        return {
+            "model": self.model,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "protocol": self.protocol,
+            "proven": self.proven,
+            "verdict": self.sentence(),
+            "tokens": len(self.written),
+            "top1_matches": _matches(self.written),
+            "worst_logit_gap": self.worst_logit_gap,
+            "median_logit_gap": statistics.median(_gaps(self.written)),
+            "unpatched_logit_gap": self.unpatched_logit_gap,
+            "unpatched_top1_matches": _matches(self.unpatched),
+            "max_abs_dm": self.max_abs_dm,
+            "materialised": True,
+            "action_worst_logit_gap": max(_gaps(self.action)),
+            "perturbed_top1_matches": _matches(self.perturbed),
+            "perturbed_worst_logit_gap": max(_gaps(self.perturbed)),
+            "controls": {name: _summary(compared) for name, compared in self.controls.items()},
+            "elsewhere": {
+                **_summary(self.elsewhere),
+                "mean_kl_nats": statistics.mean(c.kl_nats for c in self.elsewhere),
+            },
+            "positions": self._position_rows(),
+            "layers": [_layer_row(layer) for layer in self.layers],
+            "patch_bytes": self.patch_bytes,
+            "receipt": dict(self.receipt),
+        }
+
+    def _position_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "position": where,
+                "top1_match": patched.top1_match,
+                "margin": patched.margin,
+                "logit_gap": patched.logit_gap,
+                "kl_nats": patched.kl_nats,
+                "unpatched_logit_gap": without.logit_gap,
+                "unpatched_top1_match": without.top1_match,
+            }
+            for where, patched, without in zip(self.positions, self.written, self.unpatched, strict=True)
+        ]
+
+
+def fold_and_prove_sequence(
+    model: Bound | nn.Module,
+    prompt: Prompt,
+    settings: Settings = Settings(),
+    *,
+    at: Sequence[int] | None = None,
+    typical: Tensor | None = None,
+    strict: bool = False,
+) -> tuple[Patch, SequenceVerdict]:
+    """One static patch for the query of `prompt`, all positions or those `at`, and its verdict with controls.
+
+    `settings.other` serves as the other context, and as the text on which the cost elsewhere is measured. Raises what
+    `fold_sequence` raises.
+    """
+    bound = model if isinstance(model, Bound) else bind(model)
+    context, query = prompt.at(torch.empty(0, dtype=torch.int64))
+    arguments: dict[str, Any] = {"keep": prompt.keep, "at": at, "typical": typical, "strict": strict}
+    folded = fold_sequence(bound, context, query, **arguments)
+    action = fold_sequence(bound, context, query, written=False, **arguments).patch
+    return folded.patch, _prove(bound, folded, action, prompt, settings, arguments)
+
+
+def verify_sequence_patch(
+    bound: Bound, patch: Patch, prompt: Prompt, settings: Settings = Settings()
+) -> SequenceVerdict:
+    """Put a stored patch for a sequence to the test, at the positions for which it claims to be exact, or at all.
+
+    Raises `InputError` for other tokens and `PatchMismatch` for another model or other weights.
+    """
+    context, query = prompt.at(torch.empty(0, dtype=torch.int64))
+    parts = split(bound, context, query, prompt.keep)
+    check_tokens(parts, patch)
+    in_context = run(bound.model, parts.full, last=query.numel())
+    exact = set(patch.header.exact_at)
+    at = [i for i, where in enumerate(parts.reduced.positions[-query.numel() :].tolist()) if where in exact]
+    folded = FoldedSequence(patch, parts, in_context, ())
+    return _prove(bound, folded, patch, prompt, settings, {"keep": prompt.keep, "at": at or None})
+
+
+def _prove(
+    bound: Bound,
+    folded: FoldedSequence,
+    action: Patch,
+    prompt: Prompt,
+    settings: Settings,
+    arguments: Mapping[str, Any],
+) -> SequenceVerdict:
+    context, query = prompt.at(torch.empty(0, dtype=torch.int64))
+    n = query.numel()
+    at = arguments["at"]
+    chosen = torch.arange(n) if at is None else torch.tensor(sorted(set(at)))
+    other = settings.other if settings.other is not None else other_tokens(context, prompt.keep, bound.vocabulary)
+    reduced, wanted = folded.split.reduced, folded.in_context[chosen]
+    text = Run(other, torch.arange(other.numel()))
+    base = run(bound.model, text, last=other.numel())
+    with materialised(bound, folded.patch) as edited:
+        written = run(edited, reduced, last=n)[chosen]
+        moved = run(edited, text, last=other.numel())
+        with rounding_noise(edited):
+            perturbed = run(edited, reduced, last=n)[chosen]
+    with applied(bound, action) as acting:
+        action_logits = run(acting, reduced, last=n)[chosen]
+    return SequenceVerdict(
+        model=settings.name or bound.model_type,
+        dtype=bound.dtype,
+        protocol=settings.protocol,
+        positions=tuple(reduced.positions[-n:][chosen].tolist()),
+        written=_all(wanted, written),
+        action=_all(wanted, action_logits),
+        perturbed=_all(wanted, perturbed),
+        unpatched=_all(wanted, run(bound.model, reduced, last=n)[chosen]),
+        controls=_controls(bound, folded, context, query, other, arguments, chosen),
+        elsewhere=_all(base, moved),
+        layers=folded.layers,
+        max_abs_dm=folded.patch.max_abs_dm,
+        patch_bytes=folded.patch.nbytes,
+        receipt=receipt_of(bound),
+    )
+
+
+def _controls(
+    bound: Bound,
+    folded: FoldedSequence,
+    context: Tensor,
+    query: Tensor,
+    other: Tensor,
+    arguments: Mapping[str, Any],
+    chosen: Tensor,
+) -> dict[str, Compared]:
+    mixed = shuffled(context, arguments["keep"])
+    contexts = {OTHER: other, **({} if mixed is None else {SHUFFLED: mixed})}
+    patches = {
+        name: fold_sequence(bound, tokens, query, **(dict(arguments) | {"strict": False})).patch
+        for name, tokens in contexts.items()
+    }
+    patches[RANDOM] = random_like(folded.patch)
+    found = {}
+    for name, patch in patches.items():
+        with materialised(bound, patch) as edited:
+            logits = run(edited, folded.split.reduced, last=query.numel())[chosen]
+        found[name] = _all(folded.in_context[chosen], logits)
+    return found
+
+
+def _all(wanted: Tensor, logits: Tensor) -> Compared:
+    return tuple(compare(p, q) for p, q in zip(wanted, logits, strict=True))
+
+
+def _gaps(compared: Compared) -> list[float]:
+    return [c.logit_gap for c in compared]
+
+
+def _matches(compared: Compared) -> int:
+    return sum(c.top1_match for c in compared)
+
+
+def _summary(compared: Compared) -> dict[str, float]:
+    gaps = _gaps(compared)
+    return {
+        "tokens": len(compared),
+        "top1_matches": _matches(compared),
+        "smallest_logit_gap": min(gaps),
+        "median_logit_gap": statistics.median(gaps),
+    }
+
+
+def _layer_row(layer: SequenceLayer) -> dict[str, Any]:
+    def number(value: float) -> float | None:
+        return value if value == value else None
+
+    return {
+        "layer": layer.layer,
+        "rank": layer.rank,
+        "condition": number(layer.condition),
+        "weight_ratio": layer.weight_ratio,
+        "scale_ratio_max": number(layer.scale_ratio_max),
+        "max_abs_dm": layer.max_abs_dm,
+        "relative_error": number(layer.relative_error),
+        "outcome": layer.outcome,
+    }
