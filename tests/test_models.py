@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging as log
 import os
 import signal
 import socket
@@ -358,6 +359,20 @@ def test_a_first_load_that_finishes_second_uses_what_is_there(cache, tiny_gguf):
     assert list(cache.iterdir()) == [whole]
 
 
+def test_a_copy_gets_its_name_when_it_is_whole_and_not_file_by_file(cache, tiny_gguf, monkeypatch):
+    """The folder that was written is the folder that is there: moved, not copied."""
+    written = {}
+
+    def sync(descriptor):
+        (folder,) = cache.glob(".*.tmp/model")
+        written[folder.stat().st_ino] = sorted(path.name for path in cache.iterdir() if path.suffix != ".tmp")
+
+    monkeypatch.setattr(conversion.os, "fsync", sync)
+    models.load(str(tiny_gguf))
+    (copy,) = cache.iterdir()
+    assert written == {copy.stat().st_ino: []}
+
+
 def test_remains_of_dead_processes_are_swept_after_a_day(cache, tiny_gguf):
     old, young = cache / ".other-0.x.tmp", cache / ".other-1.x.tmp"
     for path in (old, young):
@@ -421,8 +436,13 @@ def test_loading_is_silent_and_leaves_every_setting_as_it_was(cache, tiny_gguf, 
     def hook(factory, arguments, keywords):
         return factory(*arguments, **keywords)
 
+    records: list = []
+    handler = log.Handler()
+    handler.emit = records.append
+    logging.add_handler(handler)
     logging.set_tqdm_hook(hook)
     logging.set_verbosity_info()
+    gc.enable()
     try:
         before = settings()
         models.load(str(tiny_gguf))
@@ -432,9 +452,11 @@ def test_loading_is_silent_and_leaves_every_setting_as_it_was(cache, tiny_gguf, 
         refusal(folder)
         assert settings() == before
     finally:
+        logging.remove_handler(handler)
         logging.set_tqdm_hook(None)
         logging.set_verbosity_warning()
     assert capfd.readouterr() == ("", "")
+    assert records == []
 
 
 def test_importing_the_module_does_not_import_transformers():

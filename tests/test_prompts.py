@@ -296,6 +296,23 @@ def test_a_frozen_date_is_printed_in_both_renderings():
     assert found.kept == found.bare
 
 
+@pytest.mark.parametrize(
+    "start", ["", "\n", "\n\n  ", "  {% if true %} {% endif %}\n", "{{ 1 }}\n", "{%- set x = 1 -%}\n a"]
+)
+@pytest.mark.parametrize("form", ["%d %b %Y", "%-d. %B %y, %A", "%Y-%m-%dT%H"])
+def test_freezing_the_date_changes_nothing_else(start, form):
+    """Against the template's own clock, of which only the hour is not ours: a day that is given has none."""
+    tokenizer = make(start + DATED.replace("%d %b %Y", form))
+    today = date.today()
+    free = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    assert date.today() == today, "midnight passed, run it again"
+    frozen = prompts.chat(tokenizer, None, "a", today=today).text
+    if form.endswith("T%H"):
+        at = free.index("T", free.index("Today is") + 1)
+        free = free[: at + 1] + "00" + free[at + 3 :]
+    assert frozen == free
+
+
 def test_a_dated_default_is_shown_like_any_other():
     found = prompts.chat(make(DATED_BY_DEFAULT), "one", "a", today=date(2020, 2, 29))
     assert found.inserted == "Saturday"

@@ -12,9 +12,10 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from contextfold.anatomy import Bound, bind
+    from contextfold.compare import compare_patches
     from contextfold.fold import SINK, Folded, fold_token, split
     from contextfold.models import Loaded, load
-    from contextfold.patch import Patch
+    from contextfold.patch import Patch, combine
     from contextfold.patchfile import load as load_patch
     from contextfold.patchfile import save as save_patch
     from contextfold.prompts import encode
@@ -31,6 +32,8 @@ _HOME = {
     "Verdict": ("verify", "Verdict"),
     "applied": ("runtime", "applied"),
     "bind": ("anatomy", "bind"),
+    "combine": ("patch", "combine"),
+    "compare_patches": ("compare", "compare_patches"),
     "encode": ("prompts", "encode"),
     "fold_and_prove": ("verify", "fold_and_prove"),
     "fold_token": ("fold", "fold_token"),
@@ -54,6 +57,8 @@ __all__ = [
     "Verdict",
     "applied",
     "bind",
+    "combine",
+    "compare_patches",
     "encode",
     "fold_and_prove",
     "fold_token",

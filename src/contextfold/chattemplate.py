@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime, time
+from datetime import date, datetime
 from typing import TYPE_CHECKING, Any
 
 from contextfold.errors import InputError
@@ -32,8 +32,8 @@ A function of ours cannot be handed over, since transformers lets plain data thr
 belongs to the last tag and is not rendered; with it, the template begins on a line of its own as it always does.
 """
 
-_DIRECTIVES = tuple(f"%{dash}{letter}" for letter in "aAbBcdHIjmMpSuUVwWxXyYG" for dash in ("", "-"))
-"""What a date format may hold; the dash, no padding, is an extension that chat templates use."""
+_DIRECTIVES = "aAbBcdHIjmMpSUwWxXyY"
+"""The letters that a date format may hold behind a percent sign."""
 
 _MOMENTS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2004, 5, 6, 17, 18, 19))
 """Two moments that differ in every part of a date and a time, the weekday included."""
@@ -56,12 +56,6 @@ class ChatTemplate:
     @property
     def _reads_clock(self) -> bool:
         return "strftime_now" in self.tokenizer.get_chat_template()
-
-    @property
-    def _now(self) -> datetime:
-        if isinstance(self.today, datetime):
-            return self.today
-        return datetime.combine(self.today or date.today(), time())
 
     def placed(self) -> ChatTemplate:
         """Try a system message that nobody writes, and look where it went.
@@ -121,7 +115,7 @@ class ChatTemplate:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
         if self.today is not None and self._reads_clock:
             options["chat_template"] = _CLOCK + self.tokenizer.get_chat_template()
-            options["contextfold_clock"] = {name: self._now.strftime(name) for name in _DIRECTIVES}
+            options["contextfold_clock"] = _clock(self.today)
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
             text = self.tokenizer.apply_chat_template(messages, **options)
@@ -131,6 +125,12 @@ class ChatTemplate:
                 f"the chat template refuses these messages ({reason}); give the texts as plain text"
             ) from error
         return str(text)
+
+
+def _clock(day: date) -> dict[str, str]:
+    """Date directive -> text; with a dash, which is an extension that chat templates use, without padding."""
+    texts = {f"%{letter}": day.strftime(f"%{letter}") for letter in _DIRECTIVES}
+    return texts | {f"%-{name[1:]}": text.lstrip("0") or "0" for name, text in texts.items()}
 
 
 def common(one: Sequence[Any], other: Sequence[Any]) -> int:

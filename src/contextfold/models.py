@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,9 +195,6 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, attention: str | Non
         hint = f"give the GGUF file: {files[0]}" if files else "give a folder written by save_pretrained"
         raise InputError(f"the folder {path} has no config.json, so it is not a transformers model; {hint}")
     try:
-        # What the tokenizer's own parser raises on a damaged file is a bare Exception, which nobody should catch.
-        if (path / "tokenizer.json").is_file():
-            json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         with quiet():
             return _load_plain(str(path), name, dtype, attention, local_files_only=True)
     except UNREADABLE as error:

@@ -8,6 +8,7 @@ default system prompt, second BOS or merge across the boundary can slip in betwe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -22,7 +23,7 @@ from contextfold.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "Spans", "chat", "encode", "encode_text", "parse_spans", "read_argument"]
+__all__ = ["Chat", "Spans", "chat", "encode", "encode_parts", "encode_text", "parse_spans", "read_argument"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,34 @@ def encode(tokenizer: PreTrainedTokenizerBase, context: str, query: str) -> Span
         raise InputError(_boundary_message(tokenizer, context, query, (first, second, both)))
     prefix = _prefix(tokenizer, context, first)
     return Spans(_tensor(prefix + first), _tensor(second), (0, 1))
+
+
+def encode_parts(
+    tokenizer: PreTrainedTokenizerBase, parts: Mapping[str, str], query: str
+) -> tuple[Spans, dict[str, tuple[int, int]]]:
+    """Named texts and a query as the token ids of one text, and where each of the parts stands in it.
+
+    What the tokenizer itself puts in front of a text belongs to no part.
+
+    Raises `InputError` if there are no parts, one is empty, or two neighbours are tokenised together otherwise than
+    one by one.
+    """
+    if not parts:
+        raise InputError("there are no parts; give at least one")
+    names, texts = list(parts), list(parts.values())
+    spans: dict[str, tuple[int, int]] = {}
+    start = 0
+    for k, name in enumerate(names):
+        if not texts[k]:
+            raise InputError(f"part {name!r} is empty; give at least one token of text")
+        try:
+            whole = encode(tokenizer, "".join(texts[: k + 1]), "".join(texts[k + 1 :]) + query)
+        except InputError as error:
+            raise InputError(f"between part {name!r} and what follows it: {error}") from error
+        stop = whole.context.numel()
+        spans[name] = (start if k else stop - len(_ids(tokenizer, texts[0])), stop)
+        start = stop
+    return whole, spans
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,11 +11,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from contextfold.anatomy import Bound
+from contextfold.anatomy import Block, Bound
+from contextfold.anatomy.discover import differences, source
 from contextfold.patch import MatrixEdit, Patch, ScaleEdit
-from contextfold.verify import Step, Verdict
+from contextfold.verify import SequenceVerdict, Step, Verdict
 
-__all__ = ["anatomy_table", "continuation_panel", "patch_table", "token_table", "verdict_view"]
+__all__ = ["anatomy_table", "continuation_panel", "discovery_view", "patch_table", "token_table", "verdict_view"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -25,8 +26,10 @@ def number(value: float | None) -> str:
     return "–" if value is None or value != value else f"{value:.2g}"
 
 
-def verdict_view(verdict: Verdict) -> RenderableType:
+def verdict_view(verdict: Verdict | SequenceVerdict) -> RenderableType:
     """The whole screen: ways of applying, controls, layers, and the sentence."""
+    if isinstance(verdict, SequenceVerdict):
+        return sequence_view(verdict)
     json = verdict.to_json()
     colour = "green" if verdict.proven else "red"
     return Group(
@@ -46,13 +49,9 @@ def _ways_table(json: Mapping[str, Any]) -> Table:
         title=f"{json['model']}, {json['dtype']}, rule {json['rule']}", caption=caption, title_justify="left",
         caption_justify="left",
     )  # fmt: skip
-    for name, justify in (
-        ("run", "left"),
-        ("same first token", "right"),
-        ("worst gap", "right"),
-        ("median gap", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("run")
+    for name in ("same first token", "worst gap", "median gap"):
+        table.add_column(name, justify="right")
     table.add_row(
         "patched: weights written, unmodified model", f"{json['top1_matches']} / {tokens}",
         number(json["worst_logit_gap"]), number(json["median_logit_gap"]), style="bold",
@@ -109,6 +108,44 @@ def _outcomes(counts: Mapping[str, int]) -> str:
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{name} × {n}" for name, n in counts.items())
 
 
+def sequence_view(verdict: SequenceVerdict) -> RenderableType:
+    """One static patch over a sequence: runs, layers, and the sentence."""
+    json = verdict.to_json()
+    table = Table(title=f"{json['model']}, {json['dtype']}, one static patch", title_justify="left")
+    table.add_column("run")
+    for name in ("same first token", "worst gap", "median gap"):
+        table.add_column(name, justify="right")
+    rows = {
+        "patched: weights written, unmodified model": verdict.written,
+        "patched: low-rank action beside the weights": verdict.action,
+        "patched, embeddings off by one rounding": verdict.perturbed,
+        "without patch (control)": verdict.unpatched,
+        **{f"{name.replace('_', ' ')} (control)": compared for name, compared in verdict.controls.items()},
+    }
+    for name, compared in rows.items():
+        gaps = sorted(c.logit_gap for c in compared)
+        same = f"{sum(c.top1_match for c in compared)} / {len(compared)}"
+        table.add_row(name, same, number(gaps[-1]), number(gaps[len(gaps) // 2]))
+    colour = "green" if verdict.proven else "red"
+    panel = Panel(Text(verdict.sentence()), title="verdict", border_style=colour, title_align="left")
+    return Group(table, sequence_layer_table(json["layers"]), panel)
+
+
+def sequence_layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per layer: how many positions its map could serve, and how well."""
+    table = Table(title="per layer, worst over the positions", title_justify="left", box=box.SIMPLE)
+    table.collapse_padding, table.pad_edge = True, False
+    columns = {"rank": "rank", "cond": "condition", "y error": "relative_error", "‖dW‖/‖W‖": "weight_ratio"}
+    if any(row["scale_ratio_max"] is not None for row in layers):
+        columns |= {"max|m'/m|": "scale_ratio_max", "max|dm|": "max_abs_dm"}
+    for name in ("layer", *columns):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("outcome")
+    for row in layers:
+        table.add_row(str(row["layer"]), *(number(row[key]) for key in columns.values()), row["outcome"])
+    return table
+
+
 def token_table(step: Step, decode: Decode) -> Table:
     """The five first tokens of one step, with the context, without it, and patched."""
     table = Table(title="first token of the answer, with its probability", title_justify="left")
@@ -129,21 +166,51 @@ def continuation_panel(verdict: Verdict, unpatched: Sequence[int], decode: Decod
 
 
 def anatomy_table(bound: Bound) -> RenderableType:
-    """Where the letters live in a model; equal blocks share a line."""
+    """Where the letters live in a model; equal blocks share a line, and so do the slices of a stacked parameter."""
     table = Table(
         title=f"{bound.model_type}: {len(bound.blocks)} blocks of family {bound.family.name}", title_justify="left"
     )
-    for name in ("letter", "where", "shape"):
+    for name in ("letter", "where", "shape", "layers"):
         table.add_column(name)
-    block = bound.blocks[0]
-    for linear in block.input_maps:
-        table.add_row("W_in, reads z", linear.site.module, str(tuple(linear.weight.shape)))
-    table.add_row("W_out, reads h", block.output_map.site.module, str(tuple(block.output_map.weight.shape)))
-    if block.norm_post is not None:
-        convention = "1 + w" if block.norm_post.offset else "w"
-        table.add_row(f"m = {convention}", block.norm_post.site.module, str(tuple(block.norm_post.scale.shape)))
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for block in bound.blocks:
+        for row in dict.fromkeys(_letters(block, f"{bound.family.layers}.{block.index}.")):
+            found.setdefault(row, []).append(block.index)
+    for row, layers in found.items():
+        table.add_row(*map(Text, row), "all" if len(layers) == len(bound.blocks) else _short(layers))
     note = f"Proven on every block by one forward. Weights {bound.fingerprint[:16]}…, attention {bound.attention}."
     return Group(table, Text(note), Text(bound.family.quirks, style="dim"))
+
+
+def _letters(block: Block, path: str) -> Iterator[tuple[str, str, str]]:
+    """Letter, name inside the layer, shape."""
+    output = {linear.site for linear in block.output_maps}
+    for linear in block.maps:
+        site, shape = linear.site, f"{tuple(linear.weight.shape)}"
+        where = site.module if site.parameter == "weight" else f"{site.module}.{site.parameter}"
+        stacked = "" if site.expert is None else f", each of {site.experts}"
+        letter = "W_out, reads h" if site in output else "W_in, reads z"
+        yield letter, where.removeprefix(path), shape + stacked
+    if block.norm_post is not None:
+        post = block.norm_post
+        yield (
+            f"m = {'1 + w' if post.offset else 'w'}",
+            post.site.module.removeprefix(path),
+            str(tuple(post.scale.shape)),
+        )
+
+
+def discovery_view(found: Bound, record: Bound | None) -> RenderableType:
+    """A discovered anatomy, whether the record of the model's type agrees, and the new record, ready to paste."""
+    if record is None:
+        said = Text(f"There is no record for model type {found.model_type!r}; this one can be added.", style="bold")
+    elif met := differences(record, found):
+        said = Text("\n".join((f"Differs from the record {record.family.name!r}:", *met)), style="yellow")
+    else:
+        said = Text(f"Agrees with the record {record.family.name!r}.", style="green")
+    # No frame and no wrapping around the record: it is there to be copied.
+    text = Text(source(found.family), no_wrap=True, overflow="ignore")
+    return Group(anatomy_table(found), said, Text("\nRecord, for a file of anatomy/families:\n"), text)
 
 
 def patch_table(patch: Patch) -> RenderableType:

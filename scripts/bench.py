@@ -1,0 +1,320 @@
+"""What folding costs, as ratios measured side by side in one run, and how they grow.
+
+python scripts/bench.py run [FILTER]     # measure the cases whose name matches, write docs/measured/bench.json
+python scripts/bench.py table            # print the table from that file
+python scripts/bench.py peak WAY MODEL CONTEXT   # one process, one way of decoding: its peak memory in bytes
+
+The two sides of a ratio alternate, step by step or call by call, so that a busy machine slows both. Cases:
+
+a  a step of stepwise generation over a step of plain cached greedy decoding; with and without the proofs
+b  the naive algorithm (full recompute for every token) over a step of stepwise generation, proofs included
+c  folding for a query over one plain forward of context and query
+d  decoding with a stored patch, as action and written, over decoding without
+e  peak memory of each way over that of plain decoding
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contextfold import models
+from contextfold.anatomy import Bound, bind
+from contextfold.fold import fold_token, split
+from contextfold.runtime import Decoder, applied, materialised, run
+from contextfold.stepwise import generate
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "docs" / "measured" / "bench.json"
+
+MODELS = ("smollm2", "gemma3-270m")
+CONTEXTS = (128, 512, 2048)
+QUERY = 16
+PROVE_EVERY = 40
+"""The default of `generate`: one proof in so many steps."""
+
+Ratios = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. `measure` gives ratios by name, one per run."""
+
+    name: str
+    model: str
+    sizes: dict[str, int]
+    threads: int
+    measure: Callable[[], Ratios] = field(repr=False)
+
+
+@cache
+def bound_model(name: str) -> Bound:
+    """A built-in model, or a random one called `random-LAYERS-WIDTH`."""
+    if not name.startswith("random"):
+        return bind(models.load(name).model)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, width = map(int, name.split("-")[1:])
+    config = LlamaConfig(
+        vocab_size=8000, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 128, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return bind(LlamaForCausalLM(config).eval())
+
+
+def random_ids(bound: Bound, count: int) -> torch.Tensor:
+    return torch.randint(0, min(bound.vocabulary, 8000), (count,), generator=torch.Generator().manual_seed(count))
+
+
+def plain_steps(bound: Bound, ids: torch.Tensor) -> Iterator[int]:
+    """Greedy decoding with the model's own cache, a token at a time."""
+    decoder = Decoder(bound.model)
+    token = int(decoder.extend(ids).argmax())
+    while True:
+        yield token
+        token = int(decoder.extend(torch.tensor([token])).argmax())
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def against_plain(model: str, context: int, runs: int) -> Ratios:
+    """(a)."""
+    bound = bound_model(model)
+    ids = random_ids(bound, context)
+    plain = plain_steps(bound, ids)
+    folded = generate(bound, ids, tokens=runs * PROVE_EVERY + 1, prove_every=PROVE_EVERY)
+    next(plain), next(folded)  # prefill, the check of the first row and the first proof
+    found: Ratios = {"a stepwise / plain, unproven steps": [], "a stepwise / plain, proofs included": []}
+    for _ in range(runs):
+        spent, with_proof, reference, bare = 0.0, 0.0, 0.0, 0.0
+        for _ in range(PROVE_EVERY):
+            reference_step = seconds(lambda: next(plain))
+            started = time.perf_counter()
+            token = next(folded)
+            step = time.perf_counter() - started
+            reference, with_proof = reference + reference_step, with_proof + step
+            if token.proof is None:
+                spent, bare = spent + step, bare + reference_step
+        found["a stepwise / plain, unproven steps"].append(spent / bare)
+        found["a stepwise / plain, proofs included"].append(with_proof / reference)
+    return found
+
+
+def against_naive(model: str, context: int, runs: int) -> Ratios:
+    """(b)."""
+    bound = bound_model(model)
+    ids = random_ids(bound, context)
+
+    def naive() -> None:
+        folded = fold_token(bound, ids[:-1], ids[-1:], keep=())
+        with materialised(bound, folded.patch):
+            run(bound.model, folded.split.reduced)
+
+    naive()
+    found: Ratios = {"b naive / stepwise, unproven steps": [], "b naive / stepwise, proofs included": []}
+    folded = generate(bound, ids, tokens=runs * PROVE_EVERY + 1, prove_every=PROVE_EVERY)
+    next(folded)
+    for _ in range(runs):
+        recomputed = seconds(naive)
+        bare = seconds(lambda: [next(folded) for _ in range(PROVE_EVERY - 1)])
+        steps = bare + seconds(lambda: next(folded))
+        found["b naive / stepwise, unproven steps"].append(recomputed * (PROVE_EVERY - 1) / bare)
+        found["b naive / stepwise, proofs included"].append(recomputed * PROVE_EVERY / steps)
+    return found
+
+
+def query_fold(model: str, context: int, runs: int) -> Ratios:
+    """(c)."""
+    bound = bound_model(model)
+    ids, query = random_ids(bound, context), random_ids(bound, QUERY)
+    full = split(bound, ids, query).full
+    fold_token(bound, ids, query)
+    found: Ratios = {"c fold of a query / one forward": []}
+    for _ in range(runs):
+        forward = seconds(lambda: run(bound.model, full))
+        found["c fold of a query / one forward"].append(seconds(lambda: fold_token(bound, ids, query)) / forward)
+    return found
+
+
+def reuse(model: str, context: int, runs: int) -> Ratios:
+    """(d)."""
+    bound = bound_model(model)
+    ids, query = random_ids(bound, context), random_ids(bound, QUERY)
+    patch = fold_token(bound, ids, query).patch
+    steps = {name: plain_steps(bound, query) for name in ("base", "action", "written")}
+    ways = {
+        "base": lambda: nullcontext(),
+        "action": lambda: applied(bound, patch),
+        "written": lambda: materialised(bound, patch),
+    }
+    found: Ratios = {"d patch as action / base": [], "d patch written / base": []}
+    for k in range(runs + 1):
+        spent = {}
+        for name, way in ways.items():
+            with way():
+                spent[name] = seconds(lambda name=name: [next(steps[name]) for _ in range(8)])
+        if k:  # the first round warms up
+            found["d patch as action / base"].append(spent["action"] / spent["base"])
+            found["d patch written / base"].append(spent["written"] / spent["base"])
+    return found
+
+
+def memory(model: str, context: int) -> Ratios:
+    """(e), each way in a process of its own."""
+
+    def peak(way: str) -> int:
+        command = [sys.executable, __file__, "peak", way, model, str(context)]
+        return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+    plain = peak("plain")
+    ways = ("steps", "proven", "action", "written")
+    return {f"e memory, {way} / plain": [peak(way) / plain] for way in ways}
+
+
+def one_way(way: str, model: str, context: int) -> int:
+    """Peak resident bytes of one way of decoding, the model included, what loading took left out."""
+    bound = bound_model(model)
+    ids = random_ids(bound, context)
+    patch = fold_token(bound, ids[:-1], ids[-1:]).patch if way in ("action", "written") else None
+    reset_peak()
+    match way:
+        case "steps" | "proven":
+            # The first step is always proven, so that what a step takes is told by the steps after it.
+            steps = generate(bound, ids, tokens=9, prove_every=4 if way == "proven" else 0)
+            next(steps)
+            if way == "steps":
+                reset_peak()
+            list(steps)
+        case "action" | "written" | "plain":
+            door = {"action": applied, "written": materialised}.get(way)
+            with nullcontext() if door is None else door(bound, patch):
+                steps = plain_steps(bound, ids)
+                for _ in range(9):
+                    next(steps)
+    return peak_bytes()
+
+
+def reset_peak() -> None:
+    """Linux forgets the peak of a process when told so; elsewhere the peak since the start stands."""
+    file = Path("/proc/self/clear_refs")
+    if file.exists():
+        file.write_text("5")
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def cases() -> Iterator[Case]:
+    every = torch.get_num_threads()
+    for threads in sorted({1, every}):
+        for model in MODELS:
+            for context in CONTEXTS:
+                sizes = {"context": context}
+                yield Case(
+                    f"a {model} {context}", model, sizes, threads, lambda m=model, c=context: against_plain(m, c, 2)
+                )
+            yield Case(f"b {model}", model, {"context": 512}, threads, lambda m=model: against_naive(m, 512, 2))
+            for context in CONTEXTS[:2] if threads > 1 else CONTEXTS:
+                sizes = {"context": context, "query": QUERY}
+                yield Case(
+                    f"c {model} {context}", model, sizes, threads, lambda m=model, c=context: query_fold(m, c, 3)
+                )
+            yield Case(f"d {model}", model, {"context": 128, "query": QUERY}, threads, lambda m=model: reuse(m, 128, 5))
+    for model in MODELS:
+        yield Case(f"e {model}", model, {"context": 512}, every, lambda m=model: memory(m, 512))
+    grown = [(8, 512, 128), (8, 512, 512), (8, 512, 2048), (4, 512, 512), (16, 512, 512), (8, 256, 512), (8, 1024, 512)]
+    for layers, width, context in grown:
+        name, sizes = f"random-{layers}-{width}", {"layers": layers, "width": width, "context": context}
+        here = f"{name} {context}"
+        yield Case(f"a {here}", name, sizes, 1, lambda n=name, c=context: against_plain(n, c, 2))
+        yield Case(f"b {here}", name, sizes, 1, lambda n=name, c=context: against_naive(n, c, 2))
+        yield Case(f"c {here}", name, {**sizes, "query": QUERY}, 1, lambda n=name, c=context: query_fold(n, c, 5))
+
+
+def rows(case: Case) -> Iterator[dict[str, Any]]:
+    """What stands in the file; keys are documented in docs/json.md."""
+    torch.set_num_threads(case.threads)
+    reset_peak()
+    measured = case.measure()
+    peak = peak_bytes()
+    for name, ratios in measured.items():
+        yield {
+            "name": name,
+            "model": case.model,
+            "threads": case.threads,
+            **case.sizes,
+            "ratio_median": round(statistics.median(ratios), 4),
+            "ratio_min": round(min(ratios), 4),
+            "ratio_max": round(max(ratios), 4),
+            "runs": len(ratios),
+            "peak_bytes": peak,
+        }
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(part, 0) for part in ("name", "model", "threads", "layers", "width", "context"))
+
+
+def measure(pattern: str) -> None:
+    """Rows are written as they come, and take the place of those measured before."""
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"cases": []}
+    found = {key(row): row for row in stored["cases"]}
+    for case in cases():
+        if not re.search(pattern, case.name):
+            continue
+        sys.stderr.write(f"{case.name}, {case.threads} threads\n")
+        found |= {key(row): row for row in rows(case)}
+        result = {"torch": torch.__version__, "prove_every": PROVE_EVERY, "cases": sorted(found.values(), key=key)}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table() -> str:
+    """Markdown, a line per row of the file."""
+    lines = ["| case | model | threads | sizes | ratio | from – to | runs |", "|---|---|---|---|---|---|---|"]
+    for row in json.loads(RESULT.read_text())["cases"]:
+        sizes = ", ".join(f"{name} {row[name]}" for name in ("layers", "width", "context", "query") if name in row)
+        ratio, low, high = (f"{row[f'ratio_{which}']:.3g}" for which in ("median", "min", "max"))
+        cells = (row["name"], row["model"], row["threads"], sizes, ratio, f"{low} – {high}", row["runs"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["run", *rest]:
+            measure(rest[0] if rest else "")
+        case ["table"]:
+            sys.stdout.write(table())
+        case ["peak", way, model, context]:
+            sys.stdout.write(f"{one_way(way, model, int(context))}\n")
+        case _:
+            raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,58 @@
+"""The command line: parse, call a door, print. No logic. One file per command.
+
+Exit codes: 0 proven or done, 1 not proven, 2 bad input (one line, nothing written).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from contextfold.cli.ablate import ablate
+from contextfold.cli.common import err
+from contextfold.cli.demo import demo
+from contextfold.cli.dynamics import dynamics
+from contextfold.cli.explain import explain
+from contextfold.cli.fold import fold
+from contextfold.cli.generate import generate
+from contextfold.cli.inspect import inspect
+from contextfold.cli.verify import verify
+from contextfold.errors import ContextfoldError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, demo)
+"""Every command, in the order of the help."""
+
+app = typer.Typer(
+    help="Fold a text context into the weights of a language model, exactly and in closed form, and prove it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Fold a text context into the weights of a language model, exactly and in closed form, and prove it."""
+
+
+def main() -> None:
+    """Entry point: errors are one line, exit code 2, no traceback unless --debug."""
+    debug = "--debug" in sys.argv[1:]
+    try:
+        app()
+    except ContextfoldError as error:
+        if debug:
+            raise
+        err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        err.print("interrupted; the model and all files are as they were", highlight=False)
+        raise SystemExit(130) from None

@@ -1,0 +1,127 @@
+"""What every command shares: options, the two consoles, loading, and the one-line errors' side conditions."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from contextfold.errors import InputError
+
+out = Console()
+err = Console(stderr=True)
+
+
+class Dtype(StrEnum):
+    """Dtypes that a model can be loaded in."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[str, typer.Argument(help="A folder, a hub id, a .gguf file, or smollm2 | gemma3-270m.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype to load and run the model in.")]
+RuleOption = Annotated[str, typer.Option(help="Post-norm rule: balanced, floored, theorem, appendix, scalar, flat.")]
+FallbackOption = Annotated[
+    str | None, typer.Option(help="Rule for layers where --rule is undefined; refused without it.")
+]
+ContextOption = Annotated[str, typer.Option(help="Text to fold into the weights, or @file.")]
+QueryOption = Annotated[str, typer.Option(help="Text that follows it, or @file.")]
+KeepOption = Annotated[
+    str, typer.Option(help="Context tokens that stay: sink (the first), none, or spans like 0:1,5:9.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def load_model(name: str, dtype: Dtype) -> Any:
+    import torch
+
+    from contextfold import models
+
+    with waiting(f"loading {name}"):
+        loaded = models.load(name, dtype=getattr(torch, dtype.value))
+    if loaded.notice:
+        err.print(f"[dim]{loaded.notice}[/]")
+    return loaded
+
+
+def bind_model(loaded: Any) -> Any:
+    from contextfold.anatomy import bind
+
+    with waiting("proving the anatomy"):
+        return bind(loaded.model)
+
+
+def read_prompt(tokenizer: Any, context: str, query: str, keep: str) -> Any:
+    from contextfold import prompts
+    from contextfold.verify import Prompt
+
+    ids = prompts.encode(tokenizer, prompts.read_argument(context), prompts.read_argument(query))
+    return Prompt(ids.context, ids.query, read_spans(keep, ids.context.numel()))
+
+
+def protocol(prompt: Any) -> str:
+    kept = sum(stop - start for start, stop in prompt.keep)
+    return (
+        f"One token folded; the patched model saw {kept} of {prompt.context.numel()} context tokens and the "
+        f"{prompt.query.numel()} of the query."
+    )
+
+
+def other_context(loaded: Any) -> Any:
+    from contextfold import prompts, suites
+
+    return prompts.encode_text(loaded.tokenizer, suites.OTHER_CONTEXT)
+
+
+def read_spans(keep: str, length: int | None) -> tuple[tuple[int, int], ...]:
+    from contextfold import prompts
+    from contextfold.fold import SINK
+
+    if keep == "none":
+        return ()
+    return tuple(SINK) if keep == "sink" else prompts.parse_spans(keep, sys.maxsize if length is None else length)
+
+
+def check_writable(path: Path | None) -> None:
+    """Before minutes of work, not after."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: its folder does not exist, or it is a folder; choose another --out")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write to {path.parent}: permission denied; choose another --out")
+
+
+def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any]) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(payload, indent=2, ensure_ascii=False) + "\n")
+    else:
+        out.print(view())
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr, where there is somebody to see it."""
+    with err.status(f"{what} …"):
+        yield
+
+
+@contextmanager
+def steps(what: str, total: int) -> Iterator[Callable[[Any], None]]:
+    """A progress bar on stderr, one step per folded token."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda step: progress.advance(task)

@@ -1,0 +1,141 @@
+"""The proof of one step: weights written, the unmodified model, one sequence, only the kept tokens in its cache."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from contextfold.anatomy import Bound
+from contextfold.fold import LayerReport, digest
+from contextfold.fold.block import BlockFold
+from contextfold.patch import Edit, Header, Patch, ScaleEdit, Site
+from contextfold.rules import InputWeight, OutputWeight, PostNorm, Reference
+from contextfold.runtime import BlockState, Run, Written
+from contextfold.stepwise.cache import KeptCache
+from contextfold.stepwise.pair import forward
+from contextfold.stepwise.window import Batch
+from contextfold.verify import Comparison, compare
+
+__all__ = ["Proof", "Rules", "prove"]
+
+Rules = tuple[Reference, Reference | None]
+"""Member of the post-norm class, and the one where it is undefined."""
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """The patch of one step, and what the model with the patch written into its weights gave."""
+
+    written: Comparison
+    """Unmodified forward over the written weights, against the first row."""
+    unpatched: Comparison
+    """The same forward without the patch."""
+    size: float
+    """Of the in-context logits: how far the largest stands from their mean."""
+    layers: tuple[LayerReport, ...]
+    edits: Mapping[Site, Edit]
+    seen: Run
+    """The kept tokens and the current one, at their positions."""
+    full: Run
+    """Everything up to the current token."""
+    rules: Rules
+
+    @property
+    def worst_layer(self) -> LayerReport:
+        return max(self.layers, key=lambda layer: layer.relative_error)
+
+    @property
+    def max_abs_dm(self) -> float:
+        return max((layer.max_abs_dm for layer in self.layers), default=0.0)
+
+    def patch(self, bound: Bound) -> Patch:
+        """The edits with a header. Exact at the current token, given the keys and values that the kept tokens had
+        when they were current; with nothing kept, given nothing (kind `token`)."""
+        through = f"{PostNorm.name}: {self.rules[0].name}"
+        normed = any(isinstance(edit, ScaleEdit) for edit in self.edits.values())
+        factor = torch.float64 if bound.dtype == torch.float64 else torch.float32
+        header = Header(
+            kind="token" if self.seen.ids.numel() == 1 else "step",
+            model_type=bound.model_type,
+            fingerprint=bound.fingerprint,
+            positions=tuple(self.seen.positions.tolist()),
+            exact_at=(int(self.seen.positions[-1]),),
+            tokens_digest=digest(self.seen),
+            context_digest=digest(self.full),
+            model_dtype=str(bound.dtype).removeprefix("torch."),
+            factor_dtype=str(factor).removeprefix("torch."),
+            attention=bound.attention,
+            materialised=True,
+            plan=(InputWeight.name, through if normed else OutputWeight.name),
+            versions={
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("contextfold", "torch", "transformers")},
+            },
+        )
+        return Patch(header, self.edits)
+
+
+@dataclass(frozen=True, eq=False)
+class _Alone:
+    """The model on the kept tokens of one sequence and nothing else, in a batch of one."""
+
+    bound: Bound
+    seen: Run
+    kept: KeptCache
+
+    def logits(self) -> Tensor:
+        """`(V,)`, from an ordinary forward of the current token over a cache made afresh."""
+        mask = torch.ones(1, self.seen.ids.numel())
+        ids, positions = self.seen.ids[None, -1:], self.seen.positions[None, -1:]
+        logits: Tensor = forward(self.bound.model, ids, mask, positions, self.kept.fresh()).logits[0, -1]
+        return logits
+
+
+def prove(
+    bound: Bound,
+    batch: Batch,
+    row: int,
+    kept: KeptCache,
+    wanted: Sequence[BlockState],
+    in_context: Tensor,
+    rules: Rules,
+) -> tuple[Proof, Tensor]:
+    """Solve the patch of the current token on written weights, then run the unmodified model with them.
+
+    Returns the proof and the logits `(V,)` of that run. Raises `NotControllable` where no exact edit exists. The
+    weights come back bit for bit.
+    """
+    columns, now = batch.columns(row), torch.tensor([batch.ids.shape[1] - 1])
+    positions = batch.positions[row]
+    index, real = torch.cat([columns, now]), batch.real[row]
+    seen = Run(batch.ids[row, index], positions[index])
+    alone = _Alone(bound, seen, kept)
+    without = alone.logits()
+    folds = [
+        BlockFold(bound.model, block, state, None, rules) for block, state in zip(bound.blocks, wanted, strict=True)
+    ]
+    overlay = Written(bound.model, [site for block in bound.blocks for site in block.sites])
+    with overlay:
+        with ExitStack() as hooks:
+            for fold in folds:
+                fold.listen(hooks, overlay)
+            alone.logits()
+        # No hook is left, and nothing but stored weights tells this model from the one that was loaded.
+        logits = alone.logits()
+    proof = Proof(
+        written=compare(in_context, logits),
+        unpatched=compare(in_context, without),
+        size=float((in_context.double() - in_context.double().mean()).abs().max()),
+        layers=tuple(fold.report() for fold in folds),
+        edits=overlay.edits,
+        seen=seen,
+        full=Run(batch.ids[row, real], positions[real]),
+        rules=rules,
+    )
+    return proof, logits
