@@ -63,8 +63,8 @@ SUPPORT_HEAD = """\
 # Supported models
 
 Generated from `docs/measured/support.json` by `scripts/tables.py`; do not edit by hand. `make conformance` measures
-both anew: every causal language model type that transformers {transformers} registers is built small and at random, with
-its norms, biases and multipliers moved off their trivial initial values, and a context is folded into it, or the type is
+both anew: every causal language model type that transformers {transformers} registers is built small and at random, its
+norms, biases and multipliers moved off their trivial initial values, and a context is folded into it, or the type is
 refused by name: **{exact} exact, {refused} refused, {neither} neither**.
 
 A gap is the distance of the logits from those of the model with the context, as a fraction of what it is without a
@@ -81,9 +81,10 @@ STATE_SPACE = """
 ## Context layers that are not attention
 
 What mixes the tokens is never read, only what it adds to the stream. Structured state-space models other than Mamba
-itself are covered by {ssd} (Mamba-2, whose state matrix is a number per head) and {lru} (a real-gated linear recurrent
-unit); `examples/own_mixer.py` shows how a mixer of your own is described. Besides them, {other} mix tokens by Mamba,
-gated delta rules, lightning attention, matrix memories or short convolutions.
+itself are covered by {ssd} (the structured state-space duality of Mamba-2, a state that decays by one number per head)
+and {lru} (RG-LRU, a diagonal linear recurrence with gates); `examples/own_mixer.py` shows a mixer of your own.
+Besides them, {other} mix tokens by Mamba, gated delta rules, lightning attention, matrix memories or short
+convolutions.
 """
 
 SSD = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")

@@ -130,6 +130,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 8, "layers_block_type": _ZAMBA},
     "zamba2": {"num_hidden_layers": 8, "layers_block_type": _ZAMBA},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {
         "layer_types": ["chunked_attention"] * 3 + ["full_attention"], "moe_layers": [1, 3],

@@ -73,9 +73,9 @@ class Outcome(Enum):
     )
     EXPERT_FLIP = (
         False,
-        "other experts are active than with the context, because rounding swapped them or because the router also reads "
-        "something that the input maps do not (the router below it); the output was aimed at with the experts that are "
-        "really active",
+        "other experts are active than with the context, because rounding swapped them or because the router also "
+        "reads something that no input map reads (the router below it); the output was aimed at with the experts that "
+        "are really active",
     )
     TIED_ROUTER = (
         False,

@@ -57,11 +57,9 @@ def save(patch: Patch, path: str | os.PathLike[str]) -> Path:
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except (OSError, SafetensorError) as error:
-        Path(temporary).unlink(missing_ok=True)
         raise InputError(f"cannot write {target}: {error}; nothing was changed there") from error
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(temporary).unlink(missing_ok=True)  # gone already when the rename went through
     return target
 
 

@@ -17,7 +17,7 @@ from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
 from contextfold.errors import InputError, UnsupportedModel
 
-__all__ = ["Bound", "family_of", "resolve", "weights_digest"]
+__all__ = ["Bound", "check_state", "family_of", "resolve", "weights_digest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +105,7 @@ def resolve(model: nn.Module, family: Family | None = None) -> Bound:
 
     Raises `UnsupportedModel` when the model's type, state or modules are not what a family describes.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected a torch.nn.Module with its weights, met {type(model).__name__}")
-    _check_state(model)
+    check_state(model)
     config: Any = model.config
     chosen = family_of(config.model_type) if family is None else family
     text = config.get_text_config(decoder=True)
@@ -131,17 +129,37 @@ def resolve(model: nn.Module, family: Family | None = None) -> Bound:
     return Bound(model, chosen, config.model_type, blocks, text.vocab_size, limit, idle)
 
 
-def _check_state(model: nn.Module) -> None:
+def check_state(model: nn.Module) -> None:
+    """Raises `InputError` or `UnsupportedModel` when `model` cannot be run and listened to as it is."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a torch.nn.Module with its weights, met {type(model).__name__}")
     name = type(model).__name__
+    compiled = next((path for path, module in model.named_modules() if _is_compiled(module)), None)
+    if compiled is not None:
+        raise UnsupportedModel(
+            f"{compiled or name} is compiled: compiled code does not run the hooks that a fold listens with; pass the "
+            "model as it was before torch.compile"
+        )
     if "config" not in vars(model) or not isinstance(getattr(model.config, "model_type", None), str):
         raise UnsupportedModel(f"{name} is not a transformers model: it has no config with a model_type")
-    if type(model).__module__.startswith("torch._dynamo"):
-        raise UnsupportedModel(f"{name} is compiled: compiled code does not run hooks; pass the original model")
     if model.training:
         raise UnsupportedModel(f"{name} is in training mode, where dropout makes runs differ; call model.eval()")
-    stray = [n for n, p in model.named_parameters() if p.device.type == "meta"]
-    if stray:
-        raise UnsupportedModel(f"{stray[0]} has no data (meta device); load the model with its weights")
+    stray = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
+    if stray is not None:
+        raise UnsupportedModel(
+            f"{stray} has no data in the model (meta device): it was offloaded, or never loaded; load the model with "
+            "all its weights in memory, without offloading"
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)`, `module.compile()`, or a compiled `forward` put in place of its own."""
+    forward = vars(module).get("forward")
+    return (
+        type(module).__module__.startswith("torch._dynamo")
+        or module._compiled_call_impl is not None
+        or "_torchdynamo_orig_callable" in getattr(forward, "__dict__", {})
+    )
 
 
 def _check_unshared(model: nn.Module, blocks: Sequence[Block]) -> None:

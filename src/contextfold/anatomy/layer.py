@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Norm, Reading
+from contextfold.anatomy.proof import TOLERANCE
 from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Sites, Tap, Wiring, given_by, read_by
 from contextfold.errors import UnsupportedModel
 from contextfold.patch import Site
@@ -129,11 +130,12 @@ class _Binder:
         """A map with its own module: `weight (out, in)`, or (in, out) in a `Conv1D`."""
         module = self.layer.get_submodule(name)
         weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or not weight.dtype.is_floating_point:
+        if weight is None or weight.dim() != 2:
             raise UnsupportedModel(
-                f"{self.path}.{name} is a {type(module).__name__}, not a plain linear map with floating-point weights "
-                "(quantised or wrapped?); load the model unquantised and unwrapped"
+                f"{self.path}.{name} is a {type(module).__name__}, not a plain linear map with a weight (quantised or "
+                "wrapped?); load the model unquantised and unwrapped"
             )
+        _check_plain(f"{self.path}.{name}", module, weight)
         return LinearMap(Site(self.index, f"{self.path}.{name}", transposed=isinstance(module, Conv1D)), module)
 
     def maps(self, name: str, packed: str | None, transposed: bool) -> tuple[LinearMap, ...]:
@@ -144,6 +146,7 @@ class _Binder:
         if stored is None:
             return (self.linear(name),)
         where = f"{self.path}.{owner}"
+        _check_plain(f"{where}.{parameter}", module, stored)
         if stored.dim() == 2 and packed is None:
             return (LinearMap(Site(self.index, where, parameter), module),)
         count = stored.shape[0] if packed is None else int(self.factor(packed))
@@ -161,6 +164,16 @@ class _Binder:
             )
         eps = float(known[0])
         return Norm(Site(self.index, where), module, eps, _offset(where, module, eps))
+
+
+def _check_plain(where: str, module: nn.Module, stored: nn.Parameter) -> None:
+    """Edits are written where the weights lie; in quantised ones they would be lost, or not be linear any more."""
+    if stored.dtype not in TOLERANCE or type(stored.data) is not Tensor:
+        raise UnsupportedModel(
+            f"{where} of a {type(module).__name__} is quantised: it is stored as {stored.dtype} in a "
+            f"{type(stored.data).__name__}, where no edit can be written; load the model unquantised, in one of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in TOLERANCE)}"
+        )
 
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")

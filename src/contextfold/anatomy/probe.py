@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from contextfold.anatomy.bind import Bound, resolve
-from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, Reading, first_output, first_tensor
+from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Reading, first_output, first_tensor
 from contextfold.anatomy.closure import prove_closed
 from contextfold.anatomy.experts import Call
 from contextfold.anatomy.proof import Limits, seen_once
@@ -147,8 +148,8 @@ class _Probe:
         self._check_sum(branch.double(), t)
         if block.attention_output is not None:
             attention = t["o"] if block.norm_attention is None else t["on"]
-            where = block.attention_output.site.module
-            self.limits.same(f"output of {where}", "W_o a + b", t["o"], block.attention_output.exact(t["a"]))
+            where = _output_of(block.attention_output)
+            self.limits.same(where, "W_o a + b", t["o"], block.attention_output.exact(t["a"]))
             self.limits.same("v", "x + attention branch", t["r0"], t["x"].double() + attention.double())
 
     def _expected(self) -> set[str]:
@@ -180,14 +181,13 @@ class _Probe:
         for k, linear in enumerate(block.input_maps):
             self.limits.same(f"input of {linear.site.module}", "z, read by all input maps", t[f"z{k}"], t["z0"])
             form = linear.exact(t[f"z{k}"])
-            self.limits.same(f"output of {linear.site.module}", "W z + b", t[f"i{k}"], form)
+            self.limits.same(_output_of(linear), "W z + b", t[f"i{k}"], form)
         if block.norm_pre is not None and block.input_maps:
             self.limits.same("z", "the output of the norm before the MLP", t["z0"], t["z"])
         if block.input_maps:
             h = t["h"].reshape(2, -1, t["h"].shape[-1]) if t["h"].dim() == 2 else t["h"]
             self.limits.same("h with reversed input maps", "h reversed", h[1], h[0].flip(0))
-        where = block.output_map.site.module
-        self.limits.same(f"output of {where}", "W_out h + b", t["p"], block.output_map.exact(t["h"]))
+        self.limits.same(_output_of(block.output_map), "W_out h + b", t["p"], block.output_map.exact(t["h"]))
 
     def _check_sum(self, branch: Tensor, t: dict[str, Tensor]) -> None:
         block = self.block
@@ -208,6 +208,13 @@ def _refuse_idle(module: nn.Module, args: tuple[Any, ...]) -> None:
     raise ProbeFailed(
         f"a {type(module).__name__} that text was not expected to run did run; such a model is not supported"
     )
+
+
+def _output_of(linear: LinearMap) -> str:
+    """A class that is not torch's own may not be linear in its weights: quantising layers, adapters."""
+    plain = type(linear.module) in (nn.Linear, Conv1D)
+    kind = "" if plain else f" (a {type(linear.module).__name__}: quantised or wrapped?)"
+    return f"output of {linear.site.module}{kind}"
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -47,9 +47,14 @@ class Limits:
 
 def seen_once(block: str, name: str, values: Sequence[Tensor]) -> Tensor:
     """The one value that passed. Raises `ProbeFailed` when none or several did."""
-    if len(values) != 1:
+    if not values:
         raise ProbeFailed(
-            f"{block}: {name} was seen {len(values)} times in one forward instead of once (a looped or "
-            "shared layer, or a kernel that bypasses the module); such a block is not supported"
+            f"{block}: {name} never passed the module that it belongs to in a forward (a fused kernel that computes "
+            "with the weights and never calls their modules?), so no hook can read it; switch such kernels off"
+        )
+    if len(values) > 1:
+        raise ProbeFailed(
+            f"{block}: {name} passed {len(values)} times in one forward instead of once (a looped or shared layer); "
+            "one edit cannot serve several depths, so such a block is not supported"
         )
     return values[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contextfold.anatomy.bind import check_state
 from contextfold.anatomy.discover.propose import propose
 from contextfold.anatomy.discover.tape import LayerCall
 from contextfold.anatomy.probe import bind, plain_arguments
@@ -26,8 +27,10 @@ def discover(model: nn.Module) -> Family:
     One forward is listened to; each kind of layer is then called again, operator by operator, with disturbed inputs.
     What is proposed has to pass the same proof as a record written by hand.
 
-    Raises `UnsupportedModel` when no record fits, `ProbeFailed` when one was proposed and does not hold.
+    Raises `InputError` when `model` is no module, `UnsupportedModel` when it cannot be listened to or no record fits,
+    `ProbeFailed` when one was proposed and does not hold.
     """
+    check_state(model)
     config: Any = model.config
     listened = _listen(model)
     path, layers = _stack(model, listened)
