@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import random, reaches, smallest, vanishes
 from torch import Tensor
 
 from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Outcome
 from contextfold.rules import Active, EvenShare, ExpertInput, LeastNorm, OutputOnly, PostNorm, SharedExpert, flips, ties
+from contract import random, reaches, smallest, vanishes
 
 E, K, D, F = 5, 2, 8, 7
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import random, reaches, smallest, vanishes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Outcome
 from contextfold.rules import AttentionOutput, InputWeight, OutputAlone, OutputWeight, ParallelOutput
+from contract import random, reaches, smallest, vanishes
 
 OUTPUTS = (OutputWeight, OutputAlone, AttentionOutput, ParallelOutput)
 

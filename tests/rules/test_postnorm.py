@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import random, reaches, vanishes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Outcome
 from contextfold.rules import REFERENCES, PostNorm, PostNormBias, Reference, refit_scale
+from contract import random, reaches, vanishes
 
 EPS = 1e-6
 MEMBERS = {member.name: member for member in REFERENCES}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import random, reaches
 
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Outcome
 from contextfold.rules import InputBias, InputScale, OutputBias, OutputScale
+from contract import random, reaches
 
 
 def test_input_bias_needs_nothing_of_z() -> None:
