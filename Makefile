@@ -8,11 +8,14 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/contextfold demo
 
+# Two processes of one thread each: most tests are many small operations, which a second thread only slows down.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
 test: $(STAMP)
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-fast: $(STAMP)
-	$(BIN)/pytest -m "not real"
+	$(PYTEST) -m "not real"
 
 check: $(STAMP)
 	$(BIN)/ruff check
