@@ -41,7 +41,9 @@ def test_bfloat16_agrees_as_well_as_the_model_with_itself(name):
     model, items = bound(name, torch.bfloat16)
     verdict = verify_prompts(model, items, tokens=4)
     found = verdict.to_json()
-    assert found["top1_matches"] >= found["scatter_top1_matches"]
+    # Where two tokens have exactly the same in-context logit, either is right; every other mismatch counts.
+    wrong = [mismatch for mismatch in found["mismatches"] if mismatch["margin"] > 0]
+    assert found["tokens"] - len(wrong) >= found["scatter_top1_matches"]
     assert found["worst_logit_gap"] < 0.05 * found["unpatched_logit_gap"]
 
 
