@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from contextfold.anatomy import Bound, Dense, Experts, Family, Mixer, Sites, Tap, Wiring
+from contextfold.anatomy.layer import holds, required
 from contextfold.calculus import (
     Affine,
     Bias,
@@ -56,8 +57,7 @@ def sites_of(family: Family, layer: nn.Module, config: Any) -> Sites:
     """The first of the family's kinds that fits the configuration and the layer. Raises `UnsupportedModel`."""
     names = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
     for sites in family.sites:
-        holds = all(getattr(config, name) == value for name, value in sites.wiring.when.items())
-        if holds and _names(sites) <= names:
+        if holds(sites.wiring, config) and required(sites) <= names:
             return sites
     raise UnsupportedModel(f"a {type(layer).__name__} has none of the forms that family {family.name!r} describes")
 
@@ -72,19 +72,6 @@ def expressions(bound: Bound) -> tuple[Expression, ...]:
 def kind_of(sites: Sites) -> str:
     """One word."""
     return {Dense: "dense", Experts: "experts", Mixer: "mixer"}[type(sites)]
-
-
-def _names(sites: Sites) -> set[str]:
-    wiring = sites.wiring
-    norms = (wiring.norm_pre, wiring.norm_post, wiring.norm_attention, wiring.norm_outer, wiring.attention_output)
-    names = {name for name in norms if name is not None} | {tap.module for tap in wiring.residual}
-    match sites:
-        case Dense(input_maps, output_map):
-            return {*names, *input_maps, output_map}
-        case Experts(branch, input_maps, stacked, outputs):
-            return {*names, *branch, *input_maps, *stacked, *outputs}
-        case Mixer(output_map):
-            return {*names, output_map}
 
 
 def expression_of(sites: Sites, layer: nn.Module, config: Any) -> Expression:

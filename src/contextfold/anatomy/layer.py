@@ -15,30 +15,32 @@ from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Si
 from contextfold.errors import UnsupportedModel
 from contextfold.patch import Site
 
-__all__ = ["bind_layer"]
+__all__ = ["bind_layer", "holds", "required"]
 
 
 def bind_layer(family: Family, index: int, layer: nn.Module, path: str, config: Any) -> Block:
     """The block of the first of the family's kinds that `layer` can be. Raises `UnsupportedModel`, `AttributeError`."""
     names = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
-    fitting = [sites for sites in family.sites if _holds(sites.wiring, config)]
+    fitting = [sites for sites in family.sites if holds(sites.wiring, config)]
     if not fitting:
         conditions = [dict(sites.wiring.when) for sites in family.sites]
         raise UnsupportedModel(
             f"{path}: family {family.name!r} has records for {conditions}, and the configuration says otherwise; "
             "load a model of a supported form, or add a record"
         )
-    present = [sites for sites in fitting if _required(sites) <= names]
+    present = [sites for sites in fitting if required(sites) <= names]
     if not present:
         _lacking(family, path, fitting, names)
     return _Binder(layer, index, path).block(present[0])
 
 
-def _holds(wiring: Wiring, config: Any) -> bool:
+def holds(wiring: Wiring, config: Any) -> bool:
+    """Whether the configuration is the one under which this wiring was recorded."""
     return all(getattr(config, name) == value for name, value in wiring.when.items())
 
 
-def _required(sites: Sites) -> set[str]:
+def required(sites: Sites) -> set[str]:
+    """Every name inside the layer that the record speaks of."""
     wiring = sites.wiring
     norms = (wiring.norm_pre, wiring.norm_post, wiring.norm_attention, wiring.norm_outer, wiring.attention_output)
     taps = (*wiring.residual, *((wiring.total,) if wiring.total else ()))
@@ -54,7 +56,7 @@ def _required(sites: Sites) -> set[str]:
 
 def _lacking(family: Family, path: str, fitting: Sequence[Sites], names: set[str]) -> NoReturn:
     """Name what is missing for the kind that comes nearest."""
-    missing = min((_required(sites) - names for sites in fitting), key=len)
+    missing = min((required(sites) - names for sites in fitting), key=len)
     raise UnsupportedModel(f"{path} has no {', '.join(sorted(missing))}, which family {family.name!r} describes")
 
 
