@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 import zoo
@@ -24,9 +26,13 @@ MORE = (
     "jetmoe",
     "granitemoehybrid",
     "mllama",
+    "olmo_hybrid",
+    "beam",
+    "zaya",
 )
 """Fused maps, in-place sums, no MLP, mixed layers, two MLPs, an adapter, packed experts, attention that is a mixture,
-two modules in one branch, layers that do not run."""
+two modules in one branch, layers that do not run, two wirings in one stack, multipliers that depend on the depth,
+learned biases in the sum and a router that reads the one below."""
 
 
 @pytest.mark.parametrize("model_type", [*zoo.TWELVE, *MORE])
@@ -113,6 +119,52 @@ def test_discovery_leaves_the_model_as_it_was():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def weighed(model, numbers):
+    """Every layer's MLP is multiplied by a number that nothing in the layer tells."""
+    for layer, number in zip(model.model.layers, numbers, strict=True):
+        layer.mlp.forward = partial(lambda plain, number, x: number * plain(x), layer.mlp.forward, number)
+    return model
+
+
+@pytest.mark.parametrize("numbers", [(0.5, 0.25, 2.0, 1.5), (0.5, 1.0, 1.0, 0.25), (0.5,) * 4])
+def test_a_multiplier_that_nothing_names_is_measured_in_every_layer(numbers):
+    model = weighed(zoo.build("llama"), numbers)
+    with pytest.raises(ProbeFailed, match="alpha"):
+        bind(model)
+    family = discover(model)
+    found = [float(block.alpha) for block in bind(model, family).blocks]
+    assert found == pytest.approx(numbers, rel=1e-9)
+    assert isinstance(family.sites[0].wiring.alpha, float) == (len(set(numbers)) == 1)
+    measured = measure_model(model, family)
+    assert measured.worst <= measured.limit
+
+
+def test_a_record_of_one_depth_is_refused_for_a_deeper_model():
+    family = discover(weighed(zoo.build("llama"), (0.5, 0.25, 2.0, 1.5)))
+    deeper = weighed(zoo.build("llama", num_hidden_layers=5), (0.5, 0.25, 2.0, 1.5, 0.75))
+    with pytest.raises(UnsupportedModel, match=r"layers\.4: a multiplier depends on the depth.* 0, 1, 2, 3 only"):
+        bind(deeper, family)
+
+
+def test_a_constant_in_the_sum_that_nothing_holds_is_refused():
+    model = zoo.build("llama")
+    hidden = torch.linspace(-1, 1, model.config.hidden_size).double()
+    model.model.layers[1].register_forward_hook(lambda m, a, out: out + hidden)
+    with pytest.raises(UnsupportedModel):
+        discover(model)
+
+
+def test_a_bias_in_the_sum_that_the_layer_holds_is_found():
+    model = zoo.build("llama")
+    for layer in model.model.layers:
+        layer.register_parameter("offset", nn.Parameter(torch.randn(model.config.hidden_size).double()))
+        layer.register_forward_hook(lambda m, a, out: out + m.offset)
+    family = discover(model)
+    assert family.sites[0].wiring.shift == (("offset",),)
+    found = measure_model(model, family)
+    assert found.worst <= found.limit
+
+
 def test_a_model_without_layers_is_refused():
     model = zoo.build("llama")
     model.model.layers = nn.ModuleList()
@@ -120,10 +172,11 @@ def test_a_model_without_layers_is_refused():
         discover(model)
 
 
-def test_the_record_can_be_pasted():
+@pytest.mark.parametrize("model_type", ["nemotron_h", "beam", "zaya"])
+def test_the_record_can_be_pasted(model_type):
     from contextfold.anatomy import Dense, Experts, Family, Mixer, Tap, Wiring
 
-    model = zoo.build("nemotron_h")
+    model = zoo.build(model_type)
     family = discover(model)
     names = {kind.__name__: kind for kind in (Dense, Experts, Family, Mixer, Tap, Wiring)}
     assert eval(source(family), names) == family

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from contextfold.anatomy import Bound, Dense, Experts, Family, Mixer, Sites, Tap, Wiring
-from contextfold.anatomy.layer import holds, required
+from contextfold.anatomy.layer import holds, names_in, required
 from contextfold.calculus import (
     Affine,
     Bias,
@@ -55,7 +55,7 @@ ACTIVE = (
 
 def sites_of(family: Family, layer: nn.Module, config: Any) -> Sites:
     """The first of the family's kinds that fits the configuration and the layer. Raises `UnsupportedModel`."""
-    names = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
+    names = names_in(layer)
     for sites in family.sites:
         if holds(sites.wiring, config) and required(sites) <= names:
             return sites
@@ -122,6 +122,8 @@ class _Form:
         if isinstance(factor, str):
             owner, _, name = factor.rpartition(".")
             value = getattr(self.layer.get_submodule(owner), name)
+        if isinstance(value, Mapping):
+            value = float("nan")
         if isinstance(value, torch.Tensor):
             known = value.numel() == 1 and value.device.type != "meta"
             value = float(value) if known else float("nan")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import mul
 from typing import Any, NoReturn
 
 import torch
@@ -15,12 +17,12 @@ from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Si
 from contextfold.errors import UnsupportedModel
 from contextfold.patch import Site
 
-__all__ = ["bind_layer", "holds", "required"]
+__all__ = ["bind_layer", "holds", "names_in", "required"]
 
 
 def bind_layer(family: Family, index: int, layer: nn.Module, path: str, config: Any) -> Block:
     """The block of the first of the family's kinds that `layer` can be. Raises `UnsupportedModel`, `AttributeError`."""
-    names = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
+    names = names_in(layer)
     fitting = [sites for sites in family.sites if holds(sites.wiring, config)]
     if not fitting:
         conditions = [dict(sites.wiring.when) for sites in family.sites]
@@ -37,6 +39,11 @@ def bind_layer(family: Family, index: int, layer: nn.Module, path: str, config: 
 def holds(wiring: Wiring, config: Any) -> bool:
     """Whether the configuration is the one under which this wiring was recorded."""
     return all(getattr(config, name) == value for name, value in wiring.when.items())
+
+
+def names_in(layer: nn.Module) -> set[str]:
+    """Of all modules and parameters."""
+    return {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
 
 
 def required(sites: Sites) -> set[str]:
@@ -103,7 +110,7 @@ class _Binder:
             "residual": tuple(self.reading(tap) for tap in residual),
             "total": self.reading(total),
             "alpha": self.factor(wiring.alpha),
-            "shift": self.factor(wiring.shift),
+            "shift": self.shift(wiring.shift),
             "norm_pre": self.optional(wiring.norm_pre),
             "norm_post": None if wiring.norm_post is None else self.norm(wiring.norm_post),
             "norm_attention": self.optional(wiring.norm_attention),
@@ -124,9 +131,20 @@ class _Binder:
         elif isinstance(factor, str):
             owner, _, name = factor.rpartition(".")
             value = getattr(self.layer.get_submodule(owner), name)
+        elif isinstance(factor, Mapping):
+            value = factor.get(self.index)
+            if value is None:
+                raise UnsupportedModel(
+                    f"{self.path}: a multiplier depends on the depth, and the record knows it for layers "
+                    f"{', '.join(str(index) for index in sorted(factor))} only; discover this model anew"
+                )
         if isinstance(value, Tensor):
             return value.detach().double().reshape(-1).squeeze()
         return torch.tensor(float(value), dtype=torch.float64)
+
+    def shift(self, terms: Sequence[Sequence[str]]) -> Tensor:
+        products = [reduce(mul, [self.factor(name) for name in names]) for names in terms]
+        return sum(products, torch.zeros((), dtype=torch.float64))
 
     def linear(self, name: str) -> LinearMap:
         """A map with its own module: `weight (out, in)`, or (in, out) in a `Conv1D`."""

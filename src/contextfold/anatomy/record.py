@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 __all__ = ["Dense", "Experts", "Factor", "Family", "Mixer", "Sites", "Tap", "Wiring", "given_by", "read_by"]
 
-Factor = float | str | Callable[[Any], Any]
-"""A multiplier: a number, the dotted name of the attribute, parameter or buffer of the layer that holds it, or how to
-compute it from the layer."""
+Factor = float | str | Callable[[Any], Any] | Mapping[int, float]
+"""A multiplier: a number, the dotted name of the attribute, parameter or buffer of the layer that holds it, how to
+compute it from the layer, or one number per index of a layer where it depends on the depth."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Wiring:
     layer's output."""
     alpha: Factor = 1.0
     """Residual multiplier."""
-    shift: Factor = 0.0
-    """A constant that joins the sum besides."""
+    shift: tuple[tuple[str, ...], ...] = ()
+    """A constant that joins the sum besides, as the sum of the products of these vectors of the layer."""
     when: Mapping[str, object] = field(default_factory=dict)
     """Configuration attributes under which this wiring holds."""
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from contextfold.anatomy.discover.tape import LayerCall, Passing, Step, Tape
 from contextfold.anatomy.discover.values import by_token, same
-from contextfold.anatomy.discover.wiring import find_wiring
-from contextfold.anatomy.record import Experts
+from contextfold.anatomy.discover.wiring import wired
+from contextfold.anatomy.record import Experts, Wiring
 from contextfold.errors import UnsupportedModel
 
 __all__ = ["propose_mixture", "stacked_groups"]
@@ -35,7 +35,7 @@ def _is_stacked(layer: nn.Module, step: Step) -> bool:
     return stored.dim() == 3 or (stored.dim() == 2 and step.weight.numel() < stored.numel())
 
 
-def propose_mixture(call: LayerCall, tape: Tape, stacked: Sequence[Step], limit: float) -> Experts:
+def propose_mixture(call: LayerCall, tape: Tape, stacked: Sequence[Step]) -> Experts:
     """Raises `UnsupportedModel` when no module gives the branch from z alone."""
     layer, width = call.layer, tape.result.shape[-1]
     names = list(dict.fromkeys(step.parameters[0] for step in stacked))
@@ -49,26 +49,25 @@ def propose_mixture(call: LayerCall, tape: Tape, stacked: Sequence[Step], limit:
     passing = _branch(call, tape, names)
     z = by_token(passing.given, call.tokens)
     assert z is not None
-    beside = _beside(call, tape, passing, z, limit)
     base = Experts(
-        branch=(passing.module, *beside),
+        branch=(passing.module, *_beside(call, tape, passing, z)),
         input_maps=(),
         stacked_inputs=tuple(inputs),
         outputs=(last.parameters[0],),
-        wiring=find_wiring(call, tape, passing.module, z, limit, beside),
+        wiring=Wiring(),
         transposed=_transposed(layer, first),
         output_transposed=_transposed(layer, last),
         packed=_packed(layer, first),
     )
-    return _with_plain_maps(base, call, tape, z, limit)
+    return _with_plain_maps(wired(call, tape, base), call, tape, z)
 
 
-def _with_plain_maps(base: Experts, call: LayerCall, tape: Tape, z: Tensor, limit: float) -> Experts:
+def _with_plain_maps(base: Experts, call: LayerCall, tape: Tape, z: Tensor) -> Experts:
     """Maps inside the branch that read z (routers, gates, shared experts), and shared experts' output maps."""
     width = tape.result.shape[-1]
     known = {*base.stacked_inputs, *base.outputs}
     inside = [s for s in tape.steps if s.parameters[0] not in known and any(_within(s, m) for m in base.branch)]
-    reading = [_owner(s) for s in inside if same(by_token(s.read, call.tokens), z, limit)]
+    reading = [_owner(s) for s in inside if same(by_token(s.read, call.tokens), z, call.limit)]
     giving = [_owner(s) for s in inside if _owner(s) not in reading and s.result.shape[-1] == width]
     return replace(base, input_maps=tuple(dict.fromkeys(reading)), outputs=(*base.outputs, *dict.fromkeys(giving)))
 
@@ -96,17 +95,16 @@ def _routes(tape: Tape, passing: Passing, names: Sequence[str]) -> bool:
 
 
 def _is_branch(call: LayerCall, passing: Passing) -> bool:
-    """One vector per token in, one of the same width out, and no other tensor given."""
+    """One vector per token in, one of the same width out."""
     given, result = by_token(passing.given, call.tokens), by_token(passing.result, call.tokens)
-    alone = not any(isinstance(extra, Tensor) for extra in passing.extras)
-    return alone and given is not None and result is not None and given.shape == result.shape
+    return given is not None and result is not None and given.shape == result.shape
 
 
-def _beside(call: LayerCall, tape: Tape, passing: Passing, z: Tensor, limit: float) -> tuple[str, ...]:
+def _beside(call: LayerCall, tape: Tape, passing: Passing, z: Tensor) -> tuple[str, ...]:
     """Modules with maps of their own that read the same z after the experts did: their results are added."""
     found = []
     for p in tape.passings:
-        reads = p.plain and _is_branch(call, p) and same(by_token(p.given, call.tokens), z, limit)
+        reads = p.plain and _is_branch(call, p) and same(by_token(p.given, call.tokens), z, call.limit)
         apart = p.started > passing.started and not p.module.startswith(f"{passing.module}.")
         if reads and apart and sum(_within(step, p.module) for step in tape.steps) > 1:
             found.append(p.module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy.bind import check_state
+from contextfold.anatomy.discover.depth import has_numbers, joined
 from contextfold.anatomy.discover.propose import propose
 from contextfold.anatomy.discover.tape import LayerCall
+from contextfold.anatomy.discover.wiring import wired
+from contextfold.anatomy.layer import names_in, required
 from contextfold.anatomy.probe import bind, plain_arguments
 from contextfold.anatomy.record import Family, Sites
 from contextfold.errors import UnsupportedModel
@@ -34,31 +37,43 @@ def discover(model: nn.Module) -> Family:
     config: Any = model.config
     listened = _listen(model)
     path, layers = _stack(model, listened)
-    found: dict[str, Sites] = {}
-    kinds: dict[frozenset[str], str] = {}
-    for index, layer in enumerate(layers):
-        calls = listened.get(id(layer), [])
-        if not calls:
-            continue
-        kind = frozenset(f"{name} {tuple(p.shape)}" for name, p in layer.named_parameters())
-        if kind not in kinds:
-            args, kwargs = calls[0]
-            try:
-                sites = propose(LayerCall(layer, args, kwargs, _tokens(args, kwargs)))
-            except UnsupportedModel as error:
-                raise UnsupportedModel(f"{path}.{index}: {error}") from error
-            kinds[kind] = repr(sites)
-            found.setdefault(repr(sites), sites)
     family = Family(
         name=f"discovered {config.model_type}",
         model_types=(config.model_type,),
         layers=path,
-        sites=tuple(sorted(found.values(), key=lambda sites: -len(repr(sites)))),
+        sites=_kinds(path, layers, listened),
         quirks="Found by discovery.",
         idle=_idle(layers, listened),
     )
     bind(model, family)
     return family
+
+
+def _kinds(path: str, layers: Sequence[nn.Module], listened: Calls) -> tuple[Sites, ...]:
+    """The records of all kinds of layer. A layer takes the first whose names it has, so the rarest stand first.
+
+    Layers with parameters of the same names and shapes are of one kind, and only the first of them is searched.
+    """
+    found: dict[int, Sites] = {}
+    kinds: dict[frozenset[str], Sites] = {}
+    limit = 0.0
+    for index, layer in enumerate(layers):
+        if id(layer) not in listened:
+            continue
+        args, kwargs = listened[id(layer)][0]
+        call = LayerCall(layer, args, kwargs, _tokens(args, kwargs))
+        kind = frozenset(f"{name} {tuple(p.shape)}" for name, p in layer.named_parameters())
+        try:
+            known = kinds.get(kind)
+            if known is None:
+                found[index] = kinds[kind] = propose(call)
+            else:
+                found[index] = wired(call, call.play(), known) if has_numbers(known) else known
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}.{index}: {error}") from error
+        limit = max(limit, call.limit)
+    names = [names_in(layers[index]) for index in found]
+    return tuple(sorted(joined(found, limit), key=lambda sites: sum(required(sites) <= has for has in names)))
 
 
 def _idle(layers: list[nn.Module], calls: Calls) -> str | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from contextfold.anatomy.discover.branch import Branch, Influence, find_branches, influence, last_maps
 from contextfold.anatomy.discover.mixture import propose_mixture, stacked_groups
 from contextfold.anatomy.discover.tape import LayerCall, Tape
-from contextfold.anatomy.discover.values import TOLERANCE, by_token
-from contextfold.anatomy.discover.wiring import find_wiring
-from contextfold.anatomy.record import Dense, Mixer, Sites
+from contextfold.anatomy.discover.values import by_token
+from contextfold.anatomy.discover.wiring import wired
+from contextfold.anatomy.record import Dense, Mixer, Sites, Wiring
 from contextfold.errors import UnsupportedModel
 
 __all__ = ["propose"]
@@ -20,7 +20,6 @@ __all__ = ["propose"]
 def propose(call: LayerCall) -> Sites:
     """The record of one layer. Raises `UnsupportedModel`, with what was found missing."""
     tape = call.play()
-    limit = TOLERANCE.get(tape.result.dtype, 0.0)
     if by_token(tape.result, call.tokens) is None:
         raise UnsupportedModel(
             f"a layer gives {tuple(tape.result.shape)} for {call.tokens} tokens, not one vector per token (several "
@@ -29,17 +28,17 @@ def propose(call: LayerCall) -> Sites:
     reasons = []
     for group in reversed(stacked_groups(call.layer, tape)):
         try:
-            return propose_mixture(call, tape, group, limit)
+            return propose_mixture(call, tape, group)
         except UnsupportedModel as error:
             reasons.append(str(error))
     reaches = [influence(call, tape, k) for k in range(len(tape.steps))]
     branches = find_branches(call, tape, reaches, lambda k: _size(call.layer, tape, k))
     for branch in branches:
         try:
-            return _dense(call, tape, branch, limit)
+            return _dense(call, tape, branch)
         except UnsupportedModel as error:
             reasons.append(str(error))
-    return _mixer(call, tape, reaches, limit, reasons)
+    return _mixer(call, tape, reaches, reasons)
 
 
 def _size(layer: nn.Module, tape: Tape, step: int) -> int:
@@ -51,15 +50,12 @@ def _module(tape: Tape, step: int) -> str:
     return tape.steps[step].parameters[0].rpartition(".")[0]
 
 
-def _dense(call: LayerCall, tape: Tape, branch: Branch, limit: float) -> Dense:
-    z = by_token(tape.steps[branch.inputs[0]].read, call.tokens)
-    assert z is not None
-    output = _module(tape, branch.output)
-    wiring = find_wiring(call, tape, output, z, limit)
-    return Dense(tuple(dict.fromkeys(_module(tape, k) for k in branch.inputs)), output, wiring)
+def _dense(call: LayerCall, tape: Tape, branch: Branch) -> Dense:
+    inputs = tuple(dict.fromkeys(_module(tape, k) for k in branch.inputs))
+    return wired(call, tape, Dense(inputs, _module(tape, branch.output), Wiring()))
 
 
-def _mixer(call: LayerCall, tape: Tape, reaches: Sequence[Influence], limit: float, reasons: Sequence[str]) -> Mixer:
+def _mixer(call: LayerCall, tape: Tape, reaches: Sequence[Influence], reasons: Sequence[str]) -> Mixer:
     """No token-wise branch: the last map of the stream's width that feeds no other map."""
     ends = [
         k
@@ -68,6 +64,4 @@ def _mixer(call: LayerCall, tape: Tape, reaches: Sequence[Influence], limit: flo
     ]
     if not ends or reasons:
         raise UnsupportedModel(reasons[0] if reasons else "no map was found whose result joins the stream")
-    output = _module(tape, ends[-1])
-    nothing: Tensor = tape.given.new_zeros(call.tokens, tape.result.shape[-1]).double()
-    return Mixer(output, find_wiring(call, tape, output, nothing, limit))
+    return wired(call, tape, Mixer(_module(tape, ends[-1]), Wiring()))

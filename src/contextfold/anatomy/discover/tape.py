@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from contextfold.anatomy.block import first_output
+from contextfold.anatomy.discover.values import TOLERANCE
 
 __all__ = ["LayerCall", "Passing", "Step", "Tape"]
 
@@ -55,7 +56,6 @@ class Passing:
     result: Tensor
     plain: bool
     """Called on one floating-point tensor, and no integers (an expert is called with indices, a branch is not)."""
-    extras: tuple[Any, ...]
     started: int
     """Place in the order in which calls began; `passings` are in the order in which they ended."""
 
@@ -79,6 +79,11 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tokens: int
+
+    @property
+    def limit(self) -> float:
+        """Relative difference below which two values of this layer are called the same."""
+        return TOLERANCE.get(next(iter(_tensors((self.args, dict(self.kwargs))))).dtype, 0.0)
 
     def play(self, replace: Replace | None = None, disturb_sides: float = 0.0, disturb: float = 0.0) -> Tape:
         """One call on copies of the arguments.
@@ -111,7 +116,6 @@ class LayerCall:
 class _Entry:
     given: Tensor | None
     plain: bool
-    extras: tuple[Any, ...]
     started: int
 
 
@@ -123,14 +127,14 @@ def _listen(module: nn.Module, name: str, tape: Tape, entries: list[_Entry]) -> 
         first = given[0].clone() if given and given[0].is_floating_point() else None
         plain = all(v.is_floating_point() for v in given)
         tape.started += 1
-        entries.append(_Entry(first, plain, (*args, *kwargs.values())[1:], tape.started))
+        entries.append(_Entry(first, plain, tape.started))
 
     def end(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entry = entries.pop()
         results = [v for v in tree_flatten(output)[0] if isinstance(v, Tensor) and v.is_floating_point()]
         if entry.given is not None and results:
             result = results[0].clone()
-            tape.passings.append(Passing(name, entry.given, result, entry.plain, entry.extras, entry.started))
+            tape.passings.append(Passing(name, entry.given, result, entry.plain, entry.started))
 
     yield module.register_forward_pre_hook(begin, with_kwargs=True)
     yield module.register_forward_hook(end)

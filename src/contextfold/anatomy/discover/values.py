@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCE", "by_token", "factor_between", "same"]
+__all__ = ["TOLERANCE", "affine_between", "by_token", "factor_between", "same"]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Relative difference below which two values are called the same."""
@@ -34,3 +34,12 @@ def factor_between(whole: Tensor, part: Tensor, limit: float) -> Tensor | None:
         return None
     number = factor.median()
     return number if same(number * part, whole, limit) else factor
+
+
+def affine_between(whole: Tensor, part: Tensor, limit: float) -> tuple[Tensor, Tensor] | None:
+    """`f, c (d,)` with `whole = f ⊙ part + c` on all rows `(n, d)`, n > 2; or None."""
+    factor = factor_between(whole - whole.mean(0), part - part.mean(0), limit)
+    if factor is None:
+        return None
+    constant = (whole - factor * part).mean(0)
+    return (factor, constant) if same(factor * part + constant, whole, limit) else None

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy.block import first_output
 from contextfold.anatomy.discover.tape import LayerCall, Passing, Tape
-from contextfold.anatomy.discover.values import by_token, factor_between, same
-from contextfold.anatomy.record import Factor, Tap, Wiring, given_by, read_by
+from contextfold.anatomy.discover.values import affine_between, by_token, factor_between, same
+from contextfold.anatomy.record import Dense, Experts, Factor, Mixer, Sites, Tap, Wiring, given_by, read_by
 from contextfold.errors import UnsupportedModel
 
-__all__ = ["find_wiring"]
+__all__ = ["shortened", "wired"]
+
+S = TypeVar("S", bound=Sites)
 
 MOVE = 1e-2
 """Size of a trial movement, relative to the branch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Finder:
     call: LayerCall
     tape: Tape
-    limit: float
+
+    @property
+    def limit(self) -> float:
+        return self.call.limit
 
     def rows(self, value: Tensor) -> Tensor | None:
         return by_token(value, self.call.tokens)
+
+    def passing(self, module: str) -> Passing:
+        """The first call of a module."""
+        found = next((p for p in self.tape.passings if p.module == module), None)
+        if found is None:
+            raise UnsupportedModel(f"{module or 'the layer itself'} is not called as a module on one tensor")
+        return found
 
     def answers(self, module: str, seed: int) -> tuple[Tensor, Tape]:
         """Move what `module` gives at every token, and play."""
@@ -51,55 +65,89 @@ class _Finder:
             handle.remove()
         return moved[0], tape
 
-    def named(self, factor: Tensor) -> Factor:
-        """The attribute of the layer that holds a measured multiplier, or the number itself."""
+    def named(self, factor: Tensor) -> tuple[Factor, Tensor]:
+        """The attribute of the layer that holds a measured multiplier, or the number itself; and its value."""
         if factor.dim() == 0 and abs(float(factor) - 1) <= self.limit:
-            return 1.0
+            return 1.0, torch.ones_like(factor)
         layer = self.call.layer
-        held = {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
-        held |= {name: torch.tensor(v) for name, v in vars(layer).items() if type(v) is float}
-        for name, value in held.items():
-            if isinstance(value, Tensor) and same(value.double().reshape(-1).squeeze(), factor, self.limit):
-                return name
+        numbers = {name: torch.tensor(v, dtype=torch.float64) for name, v in vars(layer).items() if type(v) is float}
+        for name, value in {**numbers, **self.vectors}.items():
+            if same(value, factor, self.limit):
+                return name, value
         if factor.dim() == 0:
-            return float(factor)
+            return float(factor), factor
         raise UnsupportedModel("the stream is multiplied by a vector that no attribute of the layer holds")
 
+    @cached_property
+    def vectors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the layer that hold a number or a vector, by dotted name; float64."""
+        held = itertools.chain(self.call.layer.named_parameters(), self.call.layer.named_buffers())
+        flat = {name: value.detach().double().reshape(-1).squeeze() for name, value in held}
+        return {name: value for name, value in flat.items() if value.numel() <= self.tape.result.shape[-1]}
 
-def find_wiring(
-    call: LayerCall, tape: Tape, branch: str, z: Tensor, limit: float, beside: tuple[str, ...] = ()
-) -> Wiring:
-    """The wiring of the branch that the module `branch` gives, with those `beside` it whose results are added to it.
+    def sum_of_products(self, constant: Tensor, scales: Sequence[Factor]) -> tuple[tuple[str, ...], ...]:
+        """One or two vectors of the layer, each times one of the named `scales` or not, that add up to `constant`."""
+        names = [scale for scale in scales if isinstance(scale, str)]
+        terms: dict[tuple[str, ...], Tensor] = {}
+        for name, value in self.vectors.items():
+            if value.shape == constant.shape:
+                terms[(name,)] = value
+                terms |= {(name, scale): value * self.vectors[scale] for scale in names if scale in self.vectors}
+        for first, value in terms.items():
+            if same(value, constant, self.limit):
+                return (first,)
+        for (first, value), (second, other) in itertools.combinations(terms.items(), 2):
+            if same(value + other, constant, self.limit):
+                return (first, second)
+        raise UnsupportedModel("a constant joins the sum that is made of no vectors of the layer")
 
-    Raises `UnsupportedModel` when none fits.
+
+def wired(call: LayerCall, tape: Tape, sites: S) -> S:
+    """The maps of `sites`, joined to the stream as this layer does it; everything named, defaults too.
+
+    Raises `UnsupportedModel` when no wiring fits.
     """
-    find = _Finder(call, tape, limit)
-    passing = next((p for p in tape.passings if p.module == branch), None)
-    if passing is None:
-        raise UnsupportedModel("the layer is one map by itself")
+    find = _Finder(call, tape)
+    match sites:
+        case Dense(input_maps, output_map):
+            branch, z = (output_map,), find.rows(find.passing(input_maps[0]).given)
+        case Experts(branch):
+            z = find.rows(find.passing(branch[0]).given)
+        case Mixer(output_map):
+            branch, z = (output_map,), None
+    return replace(sites, wiring=_wiring(find, branch[0], branch[1:], z))
+
+
+def shortened(wiring: Wiring) -> Wiring:
+    """Without what a record leaves out because it is the default."""
+    usual = None if wiring.norm_pre is None else (read_by(wiring.norm_pre),)
+    residual = () if wiring.residual == usual else wiring.residual
+    total = None if wiring.total == given_by("") or wiring.norm_outer is not None else wiring.total
+    return replace(wiring, residual=residual, total=total)
+
+
+def _wiring(find: _Finder, branch: str, beside: tuple[str, ...], z: Tensor | None) -> Wiring:
+    """Of the branch that the module `branch` gives, with those `beside` it whose results are added to it."""
+    passing = find.passing(branch)
     post = _norm_after(find, passing)
     end = passing if post is None else post
-    total, alpha, values = _total(find, end)
+    total, measured, values = _total(find, end)
+    alpha, exact = find.named(measured)
     b = find.rows(end.result)
     assert b is not None
-    b = b.clone()
-    for p in tape.passings:
-        part = find.rows(p.result)
-        if p.module in beside and part is not None:
-            b += part
-    r = values - alpha * b
-    residual = _residual(find, r, passing)
-    norm_pre = _norm_before(find, z, branch)
+    parts = [find.rows(p.result) for p in find.tape.passings if p.module in beside]
+    b = b + sum(part for part in parts if part is not None)
+    residual, shift = _residual(find, values - exact * b, passing, alpha)
+    norm_pre = None if z is None else _norm_before(find, z, branch)
     _check_follows(find, total)
-    default = read_by(norm_pre.module) if norm_pre is not None else None
-    outer = _outer(find, total)
     return Wiring(
         norm_pre=None if norm_pre is None else norm_pre.module,
         norm_post=None if post is None else post.module,
-        norm_outer=outer,
-        residual=() if residual == (default,) else residual,
-        total=None if total == given_by("") or outer is not None else total,
-        alpha=find.named(alpha),
+        norm_outer=_outer(find, total),
+        residual=residual,
+        total=total,
+        alpha=alpha,
+        shift=shift,
     )
 
 
@@ -187,27 +235,42 @@ def _check_follows(find: _Finder, total: Tap) -> None:
         raise UnsupportedModel(f"behind {total.module} the layer mixes tokens again")
 
 
-def _residual(find: _Finder, r: Tensor, branch: Passing) -> tuple[Tap, ...]:
-    """A value that is r up to a factor; or two values that add up to it."""
-    x = find.rows(find.tape.given)
-    # What began later than the branch, or runs twice, cannot be read in time.
-    values = [(read_by(""), x)]
-    once = [p for p in find.tape.passings if sum(q.module == p.module for q in find.tape.passings) == 1]
-    values += [(read_by(p.module), find.rows(p.given)) for p in once if p.started <= branch.started]
-    ended = find.tape.passings[: find.tape.passings.index(branch)]
-    values += [(given_by(p.module), find.rows(p.result)) for p in once if p in ended and p.started < branch.started]
+def _residual(
+    find: _Finder, r: Tensor, branch: Passing, alpha: Factor
+) -> tuple[tuple[Tap, ...], tuple[tuple[str, ...], ...]]:
+    """A value that is r up to a factor; two values that add up to it; or one up to a factor and a constant."""
+    values = [(tap, value) for tap, value in _early(find, branch) if value.shape == r.shape]
     fitting = []
     for tap, value in values:
-        factor = None if value is None or value.shape != r.shape else factor_between(r, value, find.limit)
+        factor = factor_between(r, value, find.limit)
         if factor is not None:
-            fitting.append(Tap(tap.module, tap.side, find.named(factor)))
+            fitting.append(replace(tap, factor=find.named(factor)[0]))
     if fitting:
-        return (min(fitting, key=lambda tap: tap.factor != 1.0),)
-    shaped = [(tap, value) for tap, value in values if value is not None and value.shape == r.shape]
-    for (tap, value), (other, second) in itertools.combinations(shaped, 2):
+        return (min(fitting, key=lambda tap: tap.factor != 1.0),), ()
+    for (tap, value), (other, second) in itertools.combinations(values, 2):
         if same(value + second, r, find.limit):
-            return (tap, other)
+            return (tap, other), ()
+    for tap, value in values:
+        affine = affine_between(r, value, find.limit)
+        if affine is not None:
+            name, exact = find.named(affine[0])
+            constant = (r - exact * value).mean(0)
+            return (replace(tap, factor=name),), find.sum_of_products(constant, [alpha, name])
     raise UnsupportedModel("what the branch is added to is not a value that passes a module of the layer")
+
+
+def _early(find: _Finder, branch: Passing) -> Iterator[tuple[Tap, Tensor]]:
+    """Values of the stream's shape that are known before the branch runs, and pass once."""
+    passings = find.tape.passings
+    once = [p for p in passings if sum(q.module == p.module for q in passings) == 1]
+    ended = passings[: passings.index(branch)]
+    places = [(read_by(""), find.tape.given)]
+    places += [(read_by(p.module), p.given) for p in once if p.started <= branch.started]
+    places += [(given_by(p.module), p.result) for p in once if p in ended and p.started < branch.started]
+    for tap, value in places:
+        rows = find.rows(value)
+        if rows is not None:
+            yield tap, rows
 
 
 def _outer(find: _Finder, total: Tap) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from contextfold.anatomy.families.modern import depth_keep, depth_weight
 from contextfold.anatomy.families.wirings import FFN_GATED, GATED, POST_NORM, PRE_NORM, SANDWICH, parallel, pre_norm
@@ -309,12 +308,6 @@ LONGCAT = Family(
 )
 
 
-def zaya_shift(layer: Any) -> Any:
-    """What ZAYA's learned biases add to the sum."""
-    scale = layer.post_mlp_residual_scale
-    return (scale.hidden_states_bias * scale.hidden_states_scale + scale.residual_bias * scale.residual_scale).detach()
-
-
 ZAYA = Family(
     name="zaya",
     model_types=("zaya",),
@@ -325,7 +318,10 @@ ZAYA = Family(
                 norm_pre="post_attention_layernorm",
                 residual=(read_by("post_attention_layernorm", "post_mlp_residual_scale.residual_scale"),),
                 alpha="post_mlp_residual_scale.hidden_states_scale",
-                shift=zaya_shift,
+                shift=(
+                    ("post_mlp_residual_scale.hidden_states_bias", "post_mlp_residual_scale.hidden_states_scale"),
+                    ("post_mlp_residual_scale.residual_bias", "post_mlp_residual_scale.residual_scale"),
+                ),
             ),
             "mlp.gate.down_proj",
         ),
