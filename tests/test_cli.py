@@ -61,6 +61,24 @@ def test_tables_end_with_a_verdict(call, folder, tmp_path):
         assert words in printed
 
 
+@pytest.mark.parametrize("sites", ["output", "all"])
+def test_one_patch_for_all_positions_verifies_too(call, folder, tmp_path, sites):
+    out, texts = tmp_path / "patch.safetensors", ("--context", CONTEXT, "--query", QUERY)
+    code, printed, _ = call("fold", folder, *texts, "--positions", "all", "--sites", sites, "--out", out, "--json")
+    found = json.loads(printed)
+    assert (code, found["proven"], found["sites"], found["tokens"]) == (0, True, sites, 7)
+    assert found["protocol"].startswith("7 tokens folded;")
+    code, printed, _ = call("verify", folder, "--patch", out, *texts, "--json")
+    assert (code, json.loads(printed)["sites"]) == (0, sites)
+
+
+def test_typical_text_makes_another_patch(call, folder):
+    texts = ("--context", CONTEXT, "--query", QUERY, "--positions", "all", "--json")
+    plain, white = (json.loads(call("fold", folder, *texts, *more)[1]) for more in ((), ("--typical", "x y z " * 9)))
+    assert white["proven"]
+    assert white["layers"][0]["weight_ratio"] > plain["layers"][0]["weight_ratio"]  # no longer the smallest
+
+
 def test_the_suite_prints_one_json_object(call, folder):
     code, printed, _ = call(
         "verify", "--suite", "paper", "--model", folder, "--tokens", 1, "--json", "--rule", "floored"
@@ -94,6 +112,22 @@ def test_arguments_from_a_file(call, folder, tmp_path):
         (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--keep", "5:2"], "5:2"),
         (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--rule", "magic"], "balanced"),
         (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--out", "/no/such/folder/x"], "--out"),
+        (["fold", "{folder}", "--context", CONTEXT, "--query", QUERY, "--sites", "all"], "--positions all"),
+        (
+            [
+                "fold",
+                "{folder}",
+                "--context",
+                CONTEXT,
+                "--query",
+                QUERY,
+                "--positions",
+                "all",
+                "--sites",
+                "attention",
+            ],
+            "norm follows its attention",
+        ),
         (["verify", "{folder}"], "--suite"),
         (["verify", "--suite", "paper"], "model"),
         (["verify", "{folder}", "--suite", "other"], "paper"),

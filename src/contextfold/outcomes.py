@@ -37,6 +37,11 @@ class Outcome(Enum):
         "no positive scale lets every position reach its target; the nearest reachable branches were taken, and the "
         "layers above take up the rest. Fold fewer positions to be exact here",
     )
+    LENGTH_FREED = (
+        False,
+        "no positive scale lets every position reach its target as it stands; since what follows reads only the "
+        "direction of the finished sum, each was met in direction, with a length of its own",
+    )
     SECULAR_HARD_CASE = (
         False,
         "the secular equation of the RMSNorm inversion has no root; its hard case was solved: the remaining norm "

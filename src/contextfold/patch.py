@@ -133,7 +133,8 @@ class Header:
     """What a patch is for, and the receipt of how it was made."""
 
     kind: str
-    """`token`: exact at the last kept position of one token sequence. `scaled` and `sum` are exact nowhere."""
+    """`token`: exact at the last kept position of one token sequence; `sequence`: at all that `exact_at` names.
+    `scaled`, `sum` and `recompressed` are exact nowhere."""
     model_type: str
     fingerprint: str
     """SHA-256 over all weights of the model that it was solved on."""
@@ -195,6 +196,19 @@ class Patch:
         """The edits of some layers only; exact nowhere unless they are all there are."""
         edits = {s: e for s, e in self.edits.items() if s.layer in layers}
         return self if len(edits) == len(self.edits) else Patch(replace(self.header, exact_at=()), edits)
+
+    def recompress(self, tol: float) -> Patch:
+        """Every matrix edit in as few factors as a relative Frobenius error of `tol` allows; exact only for 0.
+
+        What a dropped singular value costs depends on what the map reads, and is measured in `docs/numerics.md`.
+        """
+        edits = {
+            site: MatrixEdit(edit.delta.to(torch.float64).recompress(tol).to(edit.delta.B.dtype))
+            if isinstance(edit, MatrixEdit)
+            else edit
+            for site, edit in self.edits.items()
+        }
+        return Patch(self.header if tol == 0 else replace(self.header, kind="recompressed", exact_at=()), edits)
 
     def __mul__(self, factor: float) -> Patch:
         """`patch * 0.5` lies half-way between without and with the context; exact only at 0 and 1.

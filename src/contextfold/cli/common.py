@@ -71,10 +71,10 @@ def read_prompt(tokenizer: Any, context: str, query: str, keep: str) -> Any:
     return Prompt(ids.context, ids.query, read_spans(keep, ids.context.numel()))
 
 
-def protocol(prompt: Any) -> str:
+def protocol(prompt: Any, folded: str = "One token folded") -> str:
     kept = sum(stop - start for start, stop in prompt.keep)
     return (
-        f"One token folded; the patched model saw {kept} of {prompt.context.numel()} context tokens and the "
+        f"{folded}; the patched model saw {kept} of {prompt.context.numel()} context tokens and the "
         f"{prompt.query.numel()} of the query."
     )
 
@@ -120,7 +120,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def steps(what: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """A progress bar on stderr, one step per folded token."""
+    """A progress bar on stderr, one step per folded token, or per layer."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(what, total=total)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,9 +26,18 @@ from contextfold.cli.common import (
     protocol,
     read_prompt,
     show_or_json,
+    steps,
     waiting,
 )
 from contextfold.errors import InputError
+
+
+class Sites(StrEnum):
+    """Which maps carry a patch for several positions."""
+
+    output = "output"
+    all = "all"
+    attention = "attention"
 
 
 def fold(
@@ -38,6 +48,12 @@ def fold(
     positions: Annotated[
         str, typer.Option(help="Query tokens that must be exact: last (one token), all, or indices like 0,4,7.")
     ] = "last",
+    sites: Annotated[
+        Sites, typer.Option(help="With several positions, what is edited: MLP output maps, all its maps, or attention.")
+    ] = Sites.output,
+    typical: Annotated[
+        str | None, typer.Option(help="With several positions: text, or @file, that the patch should disturb least.")
+    ] = None,
     strict: Annotated[bool, typer.Option(help="With several positions: refuse layers that are not exact.")] = False,
     keep: KeepOption = "sink",
     rule: RuleOption = "balanced",
@@ -47,26 +63,44 @@ def fold(
 ) -> None:
     """Fold a context for the last token of a query, or for all its tokens at once; prove the patch, then write it."""
     from contextfold import patchfile, show
-    from contextfold.verify import SequenceVerdict, Settings, Verdict, fold_and_prove, fold_and_prove_sequence
+    from contextfold.verify import SequenceVerdict, Settings, Verdict, fold_and_prove
 
     check_writable(out_file)
     at = read_positions(positions)
+    if positions == "last" and (sites is not Sites.output or typical is not None or strict):
+        raise InputError("--sites, --typical and --strict are for several positions: add --positions all")
     loaded = load_model(model, dtype)
     prompt = read_prompt(loaded.tokenizer, context, query, keep)
-    settings = Settings(rule, fallback, other_context(loaded), model, protocol(prompt))
     verdict: Verdict | SequenceVerdict
-    with waiting("folding and proving"):
-        bound = bind_model(loaded)
-        if positions == "last":
-            patch, verdict = fold_and_prove(bound, prompt, settings)
-        else:
-            patch, verdict = fold_and_prove_sequence(bound, prompt, settings, at=at, strict=strict)
+    if positions == "last":
+        settings = Settings(rule, fallback, other_context(loaded), model, protocol(prompt))
+        with waiting("folding and proving"):
+            patch, verdict = fold_and_prove(bind_model(loaded), prompt, settings)
+    else:
+        n = prompt.query.numel() if at is None else len(set(at))
+        settings = Settings(other=other_context(loaded), name=model, protocol=protocol(prompt, f"{n} tokens folded"))
+        options = {"at": at, "sites": sites.value, "typical": _tokens(loaded, typical), "strict": strict}
+        patch, verdict = _sequence(bind_model(loaded), prompt, settings, options)
     written = patchfile.save(patch, out_file) if out_file is not None and verdict.proven else None
     payload = {**verdict.to_json(), "patch": None if written is None else str(written)}
     show_or_json(as_json, payload, lambda: show.verdict_view(verdict))
     if not as_json and out_file is not None:
         out.print(f"Wrote {written} ({patch.nbytes} bytes)." if written else "Not proven, so nothing was written.")
     raise typer.Exit(0 if verdict.proven else 1)
+
+
+def _sequence(bound: Any, prompt: Any, settings: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Fold and prove, with a bar that counts layers."""
+    from contextfold.verify import FOLDS, fold_and_prove_sequence
+
+    with steps("folding and proving, layers", FOLDS * len(bound.blocks)) as advance:
+        return fold_and_prove_sequence(bound, prompt, settings, **options, progress=advance)
+
+
+def _tokens(loaded: Any, text: str | None) -> Any:
+    from contextfold import prompts
+
+    return None if text is None else prompts.encode_text(loaded.tokenizer, prompts.read_argument(text))
 
 
 def read_positions(text: str) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 from contextfold.fold.block import LayerReport
 from contextfold.fold.rows import SequenceLayer
+from contextfold.fold.rowsites import SITES, PatchSites, sites_of
 from contextfold.fold.sequence import FoldedSequence, fold_sequence
 from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
 from contextfold.fold.token import DEFAULT_RULE, Folded, fold_token, reference
@@ -9,9 +10,11 @@ from contextfold.fold.token import DEFAULT_RULE, Folded, fold_token, reference
 __all__ = [
     "DEFAULT_RULE",
     "SINK",
+    "SITES",
     "Folded",
     "FoldedSequence",
     "LayerReport",
+    "PatchSites",
     "Positions",
     "SequenceLayer",
     "Spans",
@@ -20,5 +23,6 @@ __all__ = [
     "fold_sequence",
     "fold_token",
     "reference",
+    "sites_of",
     "split",
 ]

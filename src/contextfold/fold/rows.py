@@ -1,27 +1,27 @@
-"""One block, solved for several positions at once while the reduced run passes through it."""
+"""One block, solved for several positions at once while the reduced run passes through it: what all sites share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from contextfold.anatomy import DenseBlock, Norm
+from contextfold.anatomy import Block, LinearMap
 from contextfold.anatomy import rows as first_rows
 from contextfold.errors import NotControllable
-from contextfold.lowrank import Metric, Solution, min_norm_update
+from contextfold.lowrank import LowRank, Metric, Solution
 from contextfold.outcomes import Finding, Outcome
-from contextfold.patch import MatrixEdit, ScaleEdit, Site
-from contextfold.rules import JointPostNorm, refit_scale
-from contextfold.rules.base import NEAR_SINGULAR, RESIDUAL, finite
-from contextfold.runtime import Overlay, before
+from contextfold.patch import MatrixEdit, Site
+from contextfold.rules.base import NEAR_SINGULAR, RESIDUAL
+from contextfold.runtime import BlockState, Overlay
 
-__all__ = ["RowsFold", "SequenceLayer"]
+__all__ = ["RowsFold", "SequenceLayer", "Targets"]
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,18 @@ class SequenceLayer:
 
     layer: int
     rank: int
-    """Numerical rank of the sources: how many positions the output map can serve here."""
+    """Numerical rank of the sources, the least over the block's solves: how many positions its maps can serve here."""
     condition: float
     weight_ratio: float
-    """`‖dW‖ / ‖W‖`, Frobenius."""
+    """Largest `‖dW‖ / ‖W‖` of the block's maps, Frobenius."""
     scale_ratio_max: float
     """Largest `|m'_i| / (|m_i| + median |m|)`; NaN without a norm after the MLP."""
     max_abs_dm: float
     relative_error: float
-    """Largest `‖t − t_C‖ / ‖t_C‖` over the positions, t the finished sum as the patched block gave it."""
+    """Largest `‖t − t_C‖ / ‖t_C‖` over the positions, t the finished sum as the patched block gave it, t_C as it was
+    wanted: where lengths were freed, with the length that it was given."""
+    length_change_max: float
+    """Largest `|beta_i − 1|`, the change of a freed length; 0 where none was freed."""
     findings: tuple[Finding, ...]
 
     @property
@@ -47,97 +50,105 @@ class SequenceLayer:
         return ", ".join(sorted({f.outcome.label for f in self.findings})) or Outcome.EXACT.label
 
 
-@dataclass(eq=False)
-class RowsFold:
-    """Solves the output map of one block, and the scale behind it, for the chosen rows together."""
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What a block is to give, and how."""
 
-    block: DenseBlock
-    wanted: Tensor
-    """`(n, d)`: the finished sums in context."""
+    wanted: BlockState
+    """In context, at the chosen positions: t, and what the site matches besides."""
     rows: Tensor
-    usual: Tensor | None
-    """`(t, f)`: typical inputs of the output map, for the whitened form."""
-    strict: bool
+    """The chosen rows of the reduced run."""
+    strict: bool = False
+    loss: float = math.inf
+    """What halving the length of the finished sum costs the logits, relative; below every miss, it is free."""
+    done: Callable[[SequenceLayer], None] = lambda layer: None
 
-    parts: dict[int, Tensor] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    g: Tensor = field(init=False)
-    scale: Tensor | None = None
+
+@dataclass(eq=False)
+class RowsFold(ABC):
+    """Solves one block for the chosen rows together."""
+
+    letters: ClassVar[str]
+    """What it needs to know of the run with the context."""
+
+    block: Block
+    targets: Targets
+    usual: dict[str, Tensor] = field(default_factory=dict, init=False)
+    """By letter, `(t, ·)`: what maps read on typical text, for the whitened form; empty for the plain one."""
+    numbers: dict[str, float] = field(default_factory=dict, init=False)
+    findings: list[Finding] = field(default_factory=list, init=False)
 
     @property
+    @abstractmethod
     def sites(self) -> tuple[Site, ...]:
-        post = () if self.block.norm_post is None else (self.block.norm_post.site,)
-        return (self.block.output_map.site, *post)
+        """Every parameter that it may edit."""
+
+    @property
+    @abstractmethod
+    def plan(self) -> tuple[str, ...]:
+        """Names of its rules, in the order in which they act."""
+
+    @property
+    @abstractmethod
+    def readers(self) -> Mapping[str, nn.Module]:
+        """By letter, a module that is called on what an edited map reads."""
+
+    @abstractmethod
+    def _solving(self, stack: ExitStack, overlay: Overlay) -> None:
+        """Hook in what solves the block."""
 
     def listen(self, stack: ExitStack, overlay: Overlay) -> None:
-        for k, reading in enumerate(self.block.residual):
-            stack.callback(reading.listen(partial(self._see_part, k)).remove)
-        stack.callback(before(self.block.output_map.module, partial(self._match, overlay)).remove)
-        if self.block.norm_post is not None:
-            stack.callback(before(self.block.norm_post.module, partial(self._refit, overlay)).remove)
+        self._solving(stack, overlay)
         stack.callback(self.block.total.listen(self._see_total).remove)
 
-    def _pick(self, value: Tensor) -> Tensor:
-        return first_rows(value)[self.rows.to(value.device)].double()
+    def see_usual(self, letter: str, value: Tensor) -> None:
+        """Typical inputs of one letter, without the first token, which is the sink."""
+        self.usual[letter] = first_rows(value)[1:].detach().clone()
 
-    def _see_part(self, k: int, value: Tensor) -> None:
-        self.parts[k] = self._pick(value)
+    def _metric(self, letter: str) -> Metric | None:
+        return Metric.of(self.usual[letter]) if letter in self.usual else None
+
+    def _pick(self, value: Tensor) -> Tensor:
+        return first_rows(value)[self.targets.rows.to(value.device)].double()
+
+    def _aim(self) -> Tensor:
+        """`(n, d)`: the finished sums that were wanted in the end."""
+        return self.targets.wanted["t"].double()
 
     def _see_total(self, value: Tensor) -> None:
-        target = self.wanted.double()
+        target = self._aim()
         error = (self._pick(value) - target).norm(dim=1) / target.norm(dim=1)
         self.numbers["relative_error"] = float(error.max())
-
-    def _match(self, overlay: Overlay, value: Tensor) -> None:
-        linear, h = self.block.output_map, self._pick(value)
-        self.g = self.block.wanted_branch(self.wanted, [self.parts[k] for k in sorted(self.parts)])
-        finite(self.block.name, h=h, g=self.g)
-        branch = linear.exact(h)
-        metric = None if self.usual is None else Metric.of(self.usual)
-        if self.block.norm_post is None:
-            solution = min_norm_update(h, self.g - branch, metric)
-        else:
-            solution = self._through_norm(self.block.norm_post, h, branch, metric)
-        self._judge(solution)
-        dtype = self._factor_dtype()
-        W = float(torch.linalg.vector_norm(linear.weight, dtype=dtype))
-        self.numbers["weight_ratio"] = solution.delta.norm() / W if W else math.inf
-        overlay.put(linear.site, MatrixEdit(solution.delta.to(dtype)))
-
-    def _through_norm(self, norm: Norm, h: Tensor, branch: Tensor, metric: Metric | None) -> Solution:
-        joint = JointPostNorm().solve(self.block.name, h, branch, self.g, norm.scale, norm.eps, metric)
-        self.findings += joint.findings
-        self._refuse_inexact(joint.findings)
-        m = norm.scale.abs()
-        self.numbers["scale_ratio_max"] = float((joint.scale.abs() / (m + m.median())).max())
-        self.scale = joint.scale
-        return joint.solution
-
-    def _refit(self, overlay: Overlay, q: Tensor) -> None:
-        """The scale once more, by least squares over the positions, now that the map is what it is after rounding."""
-        norm = self.block.norm_post
-        assert norm is not None
-        assert self.scale is not None
-        base, dtype = norm.scale, self._factor_dtype()
-        scale = refit_scale(self.scale, norm.unscaled(self._pick(q)), self.g, torch.finfo(q.dtype).eps)
-        self.numbers["max_abs_dm"] = float((scale - base).abs().max())
-        overlay.put(norm.site, ScaleEdit(base.to(dtype), scale.to(dtype), norm.offset))
+        self.targets.done(self.report())
 
     def _judge(self, solution: Solution) -> None:
-        self.numbers |= {"rank": solution.rank, "condition": solution.condition}
-        name, found = self.block.name, []
+        known = self.numbers
+        known["rank"] = min(known.get("rank", math.inf), solution.rank)
+        known["condition"] = max(known.get("condition", 1.0), solution.condition)
+        name = self.block.name
         if solution.residual > RESIDUAL:
-            found.append(Finding(Outcome.LEAST_SQUARES, name, "relative residual", solution.residual, RESIDUAL))
+            found = [Finding(Outcome.LEAST_SQUARES, name, "relative residual", solution.residual, RESIDUAL)]
         elif solution.condition > NEAR_SINGULAR:
-            found.append(Finding(Outcome.NEAR_SINGULAR, name, "condition number", solution.condition, NEAR_SINGULAR))
-        self.findings += found
-        self._refuse_inexact(found)
+            found = [Finding(Outcome.NEAR_SINGULAR, name, "condition number", solution.condition, NEAR_SINGULAR)]
+        else:
+            found = []
+        self._note(found)
 
-    def _refuse_inexact(self, findings: Sequence[Finding]) -> None:
-        inexact = [f for f in findings if f.outcome in (Outcome.LEAST_SQUARES, Outcome.SCALE_INFEASIBLE)]
-        if self.strict and inexact:
+    def _note(self, found: Sequence[Finding]) -> None:
+        """Keep findings. Raises `NotControllable` when only exact layers are allowed, and this is none."""
+        self.findings += found
+        inexact = [f for f in found if f.outcome in (Outcome.LEAST_SQUARES, Outcome.SCALE_INFEASIBLE)]
+        if self.targets.strict and inexact:
             raise NotControllable(inexact)
+
+    def _put(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
+        """Lend an edit, in its narrowest form: beyond as many positions as the map has outputs, rank is wasted."""
+        dtype = self._factor_dtype()
+        W = float(torch.linalg.vector_norm(linear.weight, dtype=dtype))
+        ratio = delta.norm() / W if W else math.inf
+        self.numbers["weight_ratio"] = max(self.numbers.get("weight_ratio", 0.0), ratio)
+        narrow = delta.recompress() if delta.rank > min(delta.shape) else delta
+        overlay.put(linear.site, MatrixEdit(narrow.to(dtype)))
 
     def _factor_dtype(self) -> torch.dtype:
         return torch.float64 if self.block.anchor.dtype == torch.float64 else torch.float32
@@ -152,5 +163,6 @@ class RowsFold:
             scale_ratio_max=self.numbers.get("scale_ratio_max", missing),
             max_abs_dm=self.numbers.get("max_abs_dm", 0.0),
             relative_error=self.numbers.get("relative_error", missing),
+            length_change_max=self.numbers.get("length_change_max", 0.0),
             findings=tuple(self.findings),
         )

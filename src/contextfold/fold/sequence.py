@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy import Bound, DenseBlock, bind
-from contextfold.errors import InputError, UnsupportedModel
+from contextfold.anatomy import Bound, bind
+from contextfold.errors import InputError
 from contextfold.fold.header import header_of
-from contextfold.fold.rows import RowsFold, SequenceLayer
+from contextfold.fold.lengths import halving_loss
+from contextfold.fold.rows import RowsFold, SequenceLayer, Targets
+from contextfold.fold.rowsites import PatchSites, rows_fold, rows_kind
 from contextfold.fold.split import SINK, Positions, Spans, Split, split
 from contextfold.patch import Patch
-from contextfold.rules import JointPostNorm, OutputAlone
-from contextfold.runtime import Action, Written, recording, run
+from contextfold.runtime import Action, Written, before, recording, run
 
 __all__ = ["FoldedSequence", "fold_sequence"]
 
@@ -39,16 +41,19 @@ def fold_sequence(
     *,
     keep: Spans = SINK,
     at: Sequence[int] | None = None,
+    sites: PatchSites = "output",
     typical: Tensor | None = None,
     strict: bool = False,
     positions: Positions = "absolute",
     written: bool = True,
+    progress: Callable[[SequenceLayer], None] = lambda layer: None,
 ) -> FoldedSequence:
     """One fixed patch under which the query, without the dropped context, gives at every position what it gave with it.
 
     Each block's output map (and, through a norm after it, the scale) is edited once, for all positions together, while
-    one forward of the reduced run passes through it. The inner maps are left alone. Exact for as many positions as
-    the maps' inputs are independent; what remains is measured and reported per layer, and taken up by the layers above.
+    one forward of the reduced run passes through it. Exact for as many positions as what the maps read is independent;
+    what remains is measured and reported per layer, and taken up by the layers above. Of a mixture of experts, the
+    experts that the reduced run selects are edited, and the router is not.
 
     Arguments:
         model: a bound model, or a transformers model, which is then bound and proven first.
@@ -56,48 +61,41 @@ def fold_sequence(
         query: token ids `(n,)` that follow it.
         keep: spans of the context that stay, by default the sink.
         at: indices into the query that must be exact; None for every kept token. The sink is always among them.
+        sites: `output`, the MLP's output maps; `all`, its input maps too, so that the activations inside it are those
+            with the context as well; `attention`, the attention output maps, and the MLPs are left alone.
         typical: token ids `(t,)` of text that the patch should disturb least (the whitened form); None for the edit
             that is smallest in Frobenius norm.
         strict: refuse layers that cannot be met exactly instead of reporting them.
         positions: `absolute` (kept tokens keep theirs) or `renumbered`.
         written: measure on written weights, rounded to their dtype; False measures the low-rank action.
+        progress: called with each layer when it is done.
 
-    Raises `InputError`, `UnsupportedModel`, and `NotControllable` (under `strict` also for inexact layers).
+    Raises `InputError`, `UnsupportedModel` (also for sites that a block lacks), and `NotControllable` (under `strict`
+    also for inexact layers).
     """
     bound = model if isinstance(model, Bound) else bind(model)
-    blocks = _dense(bound)
+    letters = "".join(sorted({letter for block in bound.blocks for letter in rows_kind(block, sites).letters}))
     parts = split(bound, context, query, keep, positions)
     rows = _rows(parts, query.numel(), at)
     full_rows = _in_full(parts, context.numel(), query.numel(), keep)[rows].tolist()
-    with recording(bound.blocks, full_rows, "t") as wanted:
+    with recording(bound.blocks, full_rows, letters) as wanted:
         in_context = run(bound.model, parts.full, last=query.numel())
-    usual = _typical_inputs(bound, blocks, typical)
-    folds = [
-        RowsFold(block, state["t"], rows, usual[i] if usual else None, strict)
-        for i, (block, state) in enumerate(zip(blocks, wanted, strict=True))
-    ]
+    targets = [Targets(state, rows, strict, done=progress) for state in wanted]
+    if sites != "attention" and bound.blocks[-1].norm_post is not None:
+        targets[-1] = Targets(wanted[-1], rows, strict, halving_loss(bound, parts.full), progress)
+    folds = [rows_fold(bound, block, sites, aim) for block, aim in zip(bound.blocks, targets, strict=True)]
+    if typical is not None:
+        _look_at_typical(bound, folds, typical)
     overlay = (Written if written else Action)(bound.model, [site for fold in folds for site in fold.sites])
     with ExitStack() as stack:
         for fold in folds:
             fold.listen(stack, overlay)
         with overlay:
             run(bound.model, parts.reduced)
-    plan = (JointPostNorm.name if blocks[0].norm_post is not None else OutputAlone.name,)
+    plan = tuple(dict.fromkeys(name for fold in folds for name in fold.plan))
     exact = tuple(parts.reduced.positions[rows].tolist())
     patch = Patch(header_of(bound, parts, "sequence", exact, plan, written), overlay.edits)
     return FoldedSequence(patch, parts, in_context, tuple(fold.report() for fold in folds))
-
-
-def _dense(bound: Bound) -> tuple[DenseBlock, ...]:
-    """Several positions use several experts, each with its own share: that is another system of equations."""
-    blocks = tuple(block for block in bound.blocks if isinstance(block, DenseBlock))
-    if len(blocks) != len(bound.blocks):
-        first = next(block for block in bound.blocks if not isinstance(block, DenseBlock))
-        raise UnsupportedModel(
-            f"{first.name} is a mixture of experts; one patch for several positions is for dense blocks only. "
-            "Fold one token at a time with fold_token"
-        )
-    return blocks
 
 
 def _rows(parts: Split, n: int, at: Sequence[int] | None) -> Tensor:
@@ -121,11 +119,11 @@ def _in_full(parts: Split, c: int, n: int, keep: Spans) -> Tensor:
     return torch.arange(c + n)[kept]
 
 
-def _typical_inputs(bound: Bound, blocks: Sequence[DenseBlock], typical: Tensor | None) -> list[Tensor] | None:
-    """What every output map reads on typical text: `(t, f)` per block."""
-    if typical is None:
-        return None
+def _look_at_typical(bound: Bound, folds: Sequence[RowsFold], typical: Tensor) -> None:
+    """Let every solver see what its maps read on typical text, in one forward."""
     tokens = split(bound, typical[:1], typical[1:], keep=()).full
-    with recording(bound.blocks, slice(1, None), "h") as states:
+    with ExitStack() as stack:
+        for fold in folds:
+            for letter, module in fold.readers.items():
+                stack.callback(before(module, partial(fold.see_usual, letter)).remove)
         run(bound.model, tokens)
-    return [state["h"] for state in states]

@@ -15,6 +15,7 @@ from contextfold.rules.experts import (
     ties,
 )
 from contextfold.rules.joint import JointPostNorm, JointScale, joint_scale
+from contextfold.rules.lengths import FreeLengths
 from contextfold.rules.linear import (
     AttentionOutput,
     InputWeight,
@@ -37,6 +38,7 @@ __all__ = [
     "EvenShare",
     "ExpertInput",
     "ExpertsSolution",
+    "FreeLengths",
     "InputBias",
     "InputScale",
     "InputWeight",

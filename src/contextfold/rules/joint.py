@@ -12,6 +12,7 @@ positive by itself. For one position the solution is the balanced scale of `post
 D is unbounded; a pull on lambda makes the equations soft, `G a − 1 = pull · lambda`. So: first with next to none, and
 where that misses, again with one that keeps the scale moderate. Every block aims at the measured in-context sum, so the
 next one that can reach it takes up what a soft one left; a scale strained to its limit amplifies rounding instead.
+The last block has no next one, but a norm that reads only the direction of its sum: see `lengths`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from contextfold.calculus import Demand, Kind, Service
 from contextfold.lowrank import Metric, Solution, invert_rmsnorm, min_norm_update
 from contextfold.outcomes import Finding, Outcome
 from contextfold.rules.base import MATRIX, UpdateRule, finite, refuse_if
+from contextfold.rules.lengths import FreeLengths, fit_lengths
 from contextfold.rules.postnorm import floored_scale
 
 __all__ = ["JointPostNorm", "JointScale", "JointSolution", "joint_scale"]
@@ -106,6 +108,10 @@ class JointSolution:
 
     solution: Solution
     scale: Tensor
+    g: Tensor
+    """`(n, d)`: the wanted branches, as they were given but where a length was freed."""
+    lengths: Tensor
+    """`(n,)`: what each finished sum is to be multiplied by; 1 where no length was freed."""
     miss: float
     """Largest relative miss of a position's reach; 0 means that one scale serves all of them."""
     findings: Sequence[Finding]
@@ -122,34 +128,48 @@ class JointPostNorm(UpdateRule):
     condition: ClassVar[str] = "h_i independent, and some a > 0 solves G a = 1; least squares otherwise"
     minimal: ClassVar[str] = "smallest ‖m' ⊘ M‖, then smallest Frobenius norm of dW_out"
     serves: ClassVar[Service] = Service(Demand.REACH, Kind.WEIGHT_AND_SCALE)
-    meets: ClassVar[tuple[Outcome, ...]] = (*MATRIX, Outcome.SCALE_INFEASIBLE)
+    meets: ClassVar[tuple[Outcome, ...]] = (*MATRIX, Outcome.SCALE_INFEASIBLE, Outcome.LENGTH_FREED)
 
     def solve(
-        self, where: str, h: Tensor, branch: Tensor, g: Tensor, m: Tensor, eps: float, metric: Metric | None = None
-    ) -> JointSolution:
+        self, where: str, h: Tensor, branch: Tensor, g: Tensor, m: Tensor, eps: float, metric: Metric | None = None,
+        free: FreeLengths | None = None,
+    ) -> JointSolution:  # fmt: skip
         """`h (n, f)`, `branch = W_out h + b (n, d)`, wanted `g (n, d)`, effective scale `m (d,)`, the norm's `eps`.
 
-        Raises `NotControllable` for values that are not finite, a zero target or a zero source.
+        `free`: that only the directions of the finished sums are read; their lengths are then used where no scale
+        serves all positions and where that costs less than the miss. Raises `NotControllable` for values that are not
+        finite, a zero target or a zero source.
         """
         finite(where, h=h, g=g, m=m)
         h, p, g, m = h.double(), branch.double(), g.double(), m.double()
-        lengths = g.square().mean(1).sqrt()
-        dead = int((lengths == 0).sum())
-        refuse_if(dead > 0, Finding(Outcome.NOTHING_TO_AIM_AT, where, "positions with a zero target", dead, 0))
+        _alive(where, g)
         c = p.square().mean(1).sqrt()
         c = torch.where(c > 0, c, torch.ones_like(c))
         rho = c / torch.sqrt(c * c + eps)
         M = floored_scale(m)
-        G = (g / M).square() / (g.shape[1] * rho.square())[:, None]
-        joint = joint_scale(G)
-        scale = torch.where(m < 0, -1.0, 1.0).double() * M * joint.a.rsqrt()
-        unit = torch.stack([_unit(g_i, scale, float(r), joint.miss) for g_i, r in zip(g, rho, strict=True)])
-        changes = (c / rho)[:, None] * unit - p
-        solution = min_norm_update(h, changes, metric)
-        findings = [] if joint.miss <= FEASIBLE else [
-            Finding(Outcome.SCALE_INFEASIBLE, where, "largest relative miss of a reach", joint.miss, FEASIBLE)
-        ]  # fmt: skip
-        return JointSolution(solution, scale, joint.miss, findings)
+        joint = joint_scale((g / M).square() / (g.shape[1] * rho.square())[:, None])
+        a, miss, lengths = joint.a, joint.miss, torch.ones_like(c)
+        findings = []
+        if free is not None and miss > max(FEASIBLE, free.loss):
+            _alive(where, free.along)
+            a, lengths = fit_lengths(a, g, free.along.double(), M, rho)
+            g, miss = g + (lengths - 1)[:, None] * free.along.double(), 0.0
+            _alive(where, g)
+            far = float((lengths - 1).abs().max())
+            findings.append(Finding(Outcome.LENGTH_FREED, where, "largest relative change of a length", far, 0.0))
+        elif miss > FEASIBLE:
+            findings.append(
+                Finding(Outcome.SCALE_INFEASIBLE, where, "largest relative miss of a reach", miss, FEASIBLE)
+            )
+        scale = torch.where(m < 0, -1.0, 1.0).double() * M * a.rsqrt()
+        unit = torch.stack([_unit(g_i, scale, float(r), miss) for g_i, r in zip(g, rho, strict=True)])
+        solution = min_norm_update(h, (c / rho)[:, None] * unit - p, metric)
+        return JointSolution(solution, scale, g, lengths, miss, findings)
+
+
+def _alive(where: str, targets: Tensor) -> None:
+    dead = int((targets.square().mean(1) == 0).sum())
+    refuse_if(dead > 0, Finding(Outcome.NOTHING_TO_AIM_AT, where, "positions with a zero target", dead, 0))
 
 
 def _unit(g: Tensor, scale: Tensor, rho: float, miss: float) -> Tensor:

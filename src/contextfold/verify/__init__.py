@@ -2,12 +2,13 @@
 
 from contextfold.verify.controls import negative_controls, random_like, shuffled
 from contextfold.verify.metrics import Comparison, compare
-from contextfold.verify.sequence import SequenceVerdict, fold_and_prove_sequence, verify_sequence_patch
+from contextfold.verify.sequence import FOLDS, SequenceVerdict, fold_and_prove_sequence, verify_sequence_patch
 from contextfold.verify.step import Step, prove_patch, prove_token, rounding_noise
 from contextfold.verify.suite import Prompt, Settings, continuation, fold_and_prove, verify_patch, verify_prompts
 from contextfold.verify.verdict import Verdict
 
 __all__ = [
+    "FOLDS",
     "Comparison",
     "Prompt",
     "SequenceVerdict",

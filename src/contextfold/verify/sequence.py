@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Bound, bind
-from contextfold.fold import FoldedSequence, SequenceLayer, fold_sequence, split
+from contextfold.fold import FoldedSequence, PatchSites, SequenceLayer, fold_sequence, sites_of, split
 from contextfold.patch import Patch
 from contextfold.runtime import Run, applied, materialised, run
 from contextfold.verify.controls import OTHER, RANDOM, SHUFFLED, other_tokens, random_like, shuffled
@@ -21,7 +21,10 @@ from contextfold.verify.step import check_tokens, rounding_noise
 from contextfold.verify.suite import Prompt, Settings
 from contextfold.verify.verdict import CONTROL_FACTOR, EXACT
 
-__all__ = ["SequenceVerdict", "fold_and_prove_sequence", "verify_sequence_patch"]
+__all__ = ["FOLDS", "SequenceVerdict", "fold_and_prove_sequence", "verify_sequence_patch"]
+
+FOLDS = 4
+"""A proof takes so many: written, as action, for another context, and for a shuffled one."""
 
 Compared = tuple[Comparison, ...]
 """One comparison per position."""
@@ -34,6 +37,7 @@ class SequenceVerdict:
     model: str
     dtype: torch.dtype
     protocol: str
+    sites: PatchSites
     positions: tuple[int, ...]
     """Absolute positions of the query tokens that were compared."""
     written: Compared
@@ -97,6 +101,7 @@ class SequenceVerdict:
             "model": self.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "protocol": self.protocol,
+            "sites": self.sites,
             "proven": self.proven,
             "verdict": self.sentence(),
             "tokens": len(self.written),
@@ -142,17 +147,21 @@ def fold_and_prove_sequence(
     settings: Settings = Settings(),
     *,
     at: Sequence[int] | None = None,
+    sites: PatchSites = "output",
     typical: Tensor | None = None,
     strict: bool = False,
+    progress: Callable[[SequenceLayer], None] = lambda layer: None,
 ) -> tuple[Patch, SequenceVerdict]:
     """One static patch for the query of `prompt`, all positions or those `at`, and its verdict with controls.
 
-    `settings.other` serves as the other context, and as the text on which the cost elsewhere is measured. Raises what
-    `fold_sequence` raises.
+    `settings.other` serves as the other context, and as the text on which the cost elsewhere is measured. `progress` is
+    called with every layer of the `FOLDS` folds that this takes. Raises what `fold_sequence` raises.
     """
     bound = model if isinstance(model, Bound) else bind(model)
     context, query = prompt.at(torch.empty(0, dtype=torch.int64))
-    arguments: dict[str, Any] = {"keep": prompt.keep, "at": at, "typical": typical, "strict": strict}
+    arguments: dict[str, Any] = {
+        "keep": prompt.keep, "at": at, "sites": sites, "typical": typical, "strict": strict, "progress": progress,
+    }  # fmt: skip
     folded = fold_sequence(bound, context, query, **arguments)
     action = fold_sequence(bound, context, query, written=False, **arguments).patch
     return folded.patch, _prove(bound, folded, action, prompt, settings, arguments)
@@ -172,7 +181,8 @@ def verify_sequence_patch(
     exact = set(patch.header.exact_at)
     at = [i for i, where in enumerate(parts.reduced.positions[-query.numel() :].tolist()) if where in exact]
     folded = FoldedSequence(patch, parts, in_context, ())
-    return _prove(bound, folded, patch, prompt, settings, {"keep": prompt.keep, "at": at or None})
+    arguments = {"keep": prompt.keep, "at": at or None, "sites": sites_of(patch.header.plan)}
+    return _prove(bound, folded, patch, prompt, settings, arguments)
 
 
 def _prove(
@@ -202,6 +212,7 @@ def _prove(
         model=settings.name or bound.model_type,
         dtype=bound.dtype,
         protocol=settings.protocol,
+        sites=arguments["sites"],
         positions=tuple(reduced.positions[-n:][chosen].tolist()),
         written=_all(wanted, written),
         action=_all(wanted, action_logits),
@@ -274,5 +285,6 @@ def _layer_row(layer: SequenceLayer) -> dict[str, Any]:
         "scale_ratio_max": number(layer.scale_ratio_max),
         "max_abs_dm": layer.max_abs_dm,
         "relative_error": number(layer.relative_error),
+        "length_change_max": layer.length_change_max,
         "outcome": layer.outcome,
     }
