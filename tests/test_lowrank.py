@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contextfold.lowrank import LowRank, invert_rmsnorm, min_norm_update
+from contextfold.lowrank import LowRank, invert_rmsnorm, min_norm_update, times
 
 SEEDS = st.integers(0, 10**6)
 
@@ -77,6 +77,23 @@ def test_min_norm_update_is_the_pseudo_inverse(n: int, seed: int) -> None:
     assert torch.allclose(solution.delta(S), T, rtol=1e-7, atol=1e-8)
     assert solution.rank == n
     assert solution.residual < 1e-9
+
+
+@given(st.integers(1, 4), st.integers(1, 3), SEEDS)
+def test_rows_that_hold_the_edit_add_no_rank(moved: int, held: int, seed: int) -> None:
+    S, T = random(moved + held, 9, seed=seed), random(moved + held, 4, seed=seed + 1)
+    T[:held] = 0
+    solution = min_norm_update(S, T)
+    assert solution.delta.rank == moved
+    assert solution.rank == moved + held
+    assert torch.allclose(solution.delta.to_dense(), T.T @ torch.linalg.pinv(S).T, rtol=1e-6, atol=1e-9)
+
+
+@given(st.integers(1, 40), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), SEEDS)
+def test_a_product_in_parts_is_the_product_in_float64(out: int, dtype: torch.dtype, seed: int) -> None:
+    W, x = random(out, 6, seed=seed).to(dtype), random(3, 6, seed=seed + 1).to(dtype)
+    assert torch.allclose(times(W, x), x.double() @ W.double().T, rtol=1e-13, atol=1e-13)
+    assert times(W, x[0]).shape == (out,)
 
 
 def test_one_row_is_the_rank_one_form() -> None:

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import zoo
 from contextfold.anatomy import bind
 from contextfold.errors import NotControllable, PatchMismatch
 from contextfold.fold import fold_token
+from contextfold.lowrank import LowRank
 from contextfold.outcomes import Outcome
-from contextfold.patch import MatrixEdit, ScaleEdit
-from contextfold.runtime import Decoder, Run, applied, materialised, recording, run
+from contextfold.overlays import cannot_overflow
+from contextfold.patch import MatrixEdit, ScaleEdit, Site
+from contextfold.runtime import Decoder, InTurn, Run, applied, materialised, recording, run
 from tiny import bits, build, shared, tokens
 
 CONTEXT, QUERY = tokens(11), tokens(3, seed=2)
@@ -67,6 +70,60 @@ def test_the_action_leaves_the_weights_alone_while_it_acts():
     before = bits(model)
     with applied(model, fold_token(model, CONTEXT, QUERY).patch):
         assert bits(model) == before
+
+
+def edited(model, originals):
+    """Names of the parameters that are not what they were."""
+    return {name for name, p in model.named_parameters() if p.data_ptr() != originals[name]}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "gpt_neox", "qwen2_moe", "gpt_oss"])
+def test_written_in_turn_is_written_at_once_bit_for_bit(model_type):
+    """The same stored weights where each of them is read, and never more than one module's at a time."""
+    model = zoo.build(model_type, torch.float32)
+    bound, before = bind(model), bits(model)
+    originals = {name: p.data_ptr() for name, p in model.named_parameters()}
+    ids = torch.randint(3, 60, (9,), generator=torch.Generator().manual_seed(0))
+    folded = fold_token(bound, ids[:-2], ids[-2:])
+    shared_by_experts = {f"{s.module}.{s.parameter}" for s in folded.patch.edits if s.expert is not None}
+    with materialised(bound, folded.patch):
+        at_once = run(model, folded.split.reduced)
+    seen = set()
+
+    def look(module, args):
+        now = edited(model, originals)
+        seen.update(now)
+        assert len({name.rpartition(".")[0] for name in now - shared_by_experts}) <= 1
+
+    overlay = InTurn(model, folded.patch.edits)
+    with overlay:
+        for site, edit in folded.patch.edits.items():
+            overlay.put(site, edit)
+        handles = [m.register_forward_pre_hook(look) for m in model.modules()]
+        in_turn = run(model, folded.split.reduced)
+        for handle in handles:
+            handle.remove()
+        assert edited(model, originals) == shared_by_experts
+    assert torch.equal(at_once, in_turn)
+    assert float((in_turn - run(model, folded.split.reduced)).abs().max()) > 1e-3
+    assert seen | shared_by_experts == {f"{s.module}.{s.parameter}" for s in folded.patch.edits}
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_edit_that_is_told_to_fit_does_fit(dtype):
+    """The largest number of the dtype stays itself under the largest edit that is not looked at."""
+    largest = torch.finfo(dtype).max
+    reach = largest * torch.finfo(dtype).eps / 4
+    weight = torch.full((2, 3), largest, dtype=dtype)
+    site = Site(0, "a")
+    for size, told in ((reach * 0.99, True), (reach * 1.01, False)):
+        delta = LowRank(torch.full((2, 1), size, dtype=torch.float32), torch.ones(1, 3))
+        assert cannot_overflow(delta, dtype) is told
+        if told:
+            assert torch.equal(MatrixEdit(delta).merged(weight, site), weight)
+    broken = LowRank(torch.tensor([[float("nan")], [1.0]]), torch.ones(1, 3))
+    assert not cannot_overflow(broken, dtype)
 
 
 def test_a_failing_fold_gives_the_model_back():

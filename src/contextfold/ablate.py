@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Bound, bind
 from contextfold.compare import norm
 from contextfold.errors import InputError
-from contextfold.fold import LayerReport, Spans, fold_token
+from contextfold.fold import Folded, LayerReport, Spans, fold_token, token_targets
 from contextfold.patch import MatrixEdit, Patch
 from contextfold.runtime import materialised, run
 from contextfold.verify import Comparison, compare
@@ -213,8 +214,10 @@ def ablate(
     answer: list[int] = []
     for _ in range(tokens):
         asked = torch.cat([query, torch.tensor(answer, dtype=query.dtype)])
+        targets = token_targets(bound, context, asked)  # one run with everything, for all parts
+        fold = partial(fold_token, bound, context, asked, rule=rule, fallback=fallback, targets=targets)
         for name, mask in masks.items():
-            found[name].append(_remove(bound, context, asked, _spans(~mask), rule, fallback))
+            found[name].append(_removal(bound, fold(keep=_spans(~mask))))
             progress(found[name][-1])
         answer.append(found[name][-1].answer)
     reports = [
@@ -225,8 +228,7 @@ def ablate(
     return Ablation(bound.model_type, bound.dtype, rule, fallback, tuple(answer), _with_ranks(reports), receipt)
 
 
-def _remove(bound: Bound, context: Tensor, query: Tensor, keep: Spans, rule: str, fallback: str | None) -> Removal:
-    folded = fold_token(bound, context, query, keep=keep, rule=rule, fallback=fallback)
+def _removal(bound: Bound, folded: Folded) -> Removal:
     reduced, wanted = folded.split.reduced, folded.in_context
     without = run(bound.model, reduced)[0]
     with materialised(bound, folded.patch) as model:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-__all__ = ["Inversion", "LowRank", "Metric", "Solution", "invert_rmsnorm", "min_norm_update"]
+__all__ = ["Inversion", "LowRank", "Metric", "Solution", "invert_rmsnorm", "min_norm_update", "times"]
 
 SINGULAR = 1e-12
 """A singular value below this fraction of the largest counts as zero (float64 solves)."""
@@ -89,6 +90,21 @@ class LowRank:
         return Qb @ U, S, Vt @ Qa.T
 
 
+PARTS = 16
+"""In how many parts a matrix is widened: a part of the maps of a small model stays in the cache."""
+
+
+def times(W: Tensor, rows: Tensor) -> Tensor:
+    """`W x` in float64 for rows `(…, in) -> (…, out)`, W `(out, in)` of any dtype.
+
+    W is widened part by part, since a float64 copy of it whole would cost more than the product.
+    """
+    x = rows.double()
+    if W.dtype == torch.float64:
+        return linear(x, W)
+    return torch.cat([linear(x, part.double()) for part in W.chunk(PARTS)], -1)
+
+
 @dataclass(frozen=True, eq=False)
 class Solution:
     """`delta` with `delta @ sources.T = changes.T`, its residual and how well posed it was."""
@@ -147,8 +163,13 @@ def min_norm_update(sources: Tensor, changes: Tensor, metric: Metric | None = No
     U, sigma, Vt = torch.linalg.svd(unit, full_matrices=False)
     keep = sigma > SINGULAR * sigma[:1].clamp_min(torch.finfo(torch.float64).tiny)
     rank = int(keep.sum())
-    B = wanted.T @ (U[:, keep] / sigma[keep])
-    delta = LowRank(B, Vt[keep])
+    dual = U[:, keep] / sigma[keep]
+    moved = (wanted != 0).any(1)
+    if 0 < int(moved.sum()) < rank:
+        # Rows that only hold the edit still shape A and add no column to B: the rank is that of what changes.
+        delta = LowRank(wanted[moved].T, dual[moved] @ Vt[keep])
+    else:
+        delta = LowRank(wanted.T @ dual, Vt[keep])
     total = float(T.norm())
     residual = float((delta(S) - T).norm()) / total if total > 0 else 0.0
     condition = float(sigma[0] / sigma[keep][-1]) if rank else 1.0

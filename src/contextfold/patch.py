@@ -68,6 +68,8 @@ class MatrixEdit:
         wide = torch.promote_types(stored.dtype, self.delta.B.dtype)
         delta = self.delta.to(wide, stored.device)
         left, right = (delta.A.T, delta.B.T) if site.transposed else (delta.B, delta.A)
+        if delta.rank == 1:  # in one pass over the weight
+            return torch.addcmul(stored.to(wide), left, right).to(stored.dtype)
         return torch.addmm(stored.to(wide), left, right).to(stored.dtype)
 
     def write(self, target: Tensor, original: Tensor) -> None:

@@ -1,18 +1,12 @@
-"""Run a model with a patch, and listen to its blocks. Everything happens in hooks of an ordinary forward.
-
-Two ways of applying, one interface: an `Action` adds a low-rank term beside the weight; a `Written` overlay stores
-edited weights and lets the unmodified forward run. Both give the model back exactly as it was.
-"""
+"""Run a model with a patch, and listen to its blocks. Everything happens in hooks of an ordinary forward."""
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,18 +14,21 @@ from torch import Tensor, nn
 
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
 from contextfold.anatomy import rows as first_rows
-from contextfold.errors import InputError, NotControllable, PatchMismatch
-from contextfold.outcomes import Finding, Outcome
+from contextfold.errors import InputError, PatchMismatch
+from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
 
 __all__ = [
     "Action",
     "BlockState",
     "Decoder",
+    "InTurn",
     "Overlay",
     "Run",
     "Written",
     "applied",
+    "check_match",
+    "is_plain_map",
     "materialised",
     "recording",
     "run",
@@ -169,151 +166,6 @@ def before(module: nn.Module, listen: Callable[[Tensor], None]) -> torch.utils.h
         listen(first_tensor(args, kwargs))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-class Overlay(ABC):
-    """Edits lent to a model for the duration of a `with`; `put` may be called while a forward runs.
-
-    An edit that is put in a pre-forward hook of the module that owns its site takes effect in that very call, as
-    long as the hook was registered before the overlay was entered.
-    """
-
-    def __init__(self, model: nn.Module, sites: Iterable[Site]) -> None:
-        self._model = model
-        self._sites = tuple(sites)
-        self._edits: dict[Site, Edit] = {}
-        self._originals: dict[Site, tuple[nn.Parameter, Tensor]] = {}
-        self._stack = ExitStack()
-
-    @property
-    def edits(self) -> Mapping[Site, Edit]:
-        """What was put so far."""
-        return self._edits
-
-    def put(self, site: Site, edit: Edit) -> None:
-        """Lend `edit` at `site`, in place of what was lent there before.
-
-        Raises `NotControllable` when the edited value does not fit into the storage dtype.
-        """
-        self._edits[site] = edit
-        self._lend(site, edit)
-
-    def __enter__(self) -> Overlay:
-        with ExitStack() as stack:
-            for site in self._sites:
-                self._prepare(stack, site, self._model.get_submodule(site.module))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def _lend_slice(self, site: Site, edit: MatrixEdit) -> None:
-        """Slices of one parameter are lent one by one, into a copy made for the first of them."""
-        parameter, original = self._originals[site]
-        if parameter.data.data_ptr() == original.data_ptr():
-            parameter.data = original.clone()
-        part = site.matrix(parameter.data)
-        edit.write(part, site.matrix(original))
-        _check_finite(site, part)
-
-    @abstractmethod
-    def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
-        """Get ready to lend at `site`; push onto `stack` what gives the model back."""
-
-    @abstractmethod
-    def _lend(self, site: Site, edit: Edit) -> None:
-        """Make `edit` act from now on."""
-
-
-class Written(Overlay):
-    """Edited weights are stored, rounded to their dtype; on exit the original tensors take their place again.
-
-    The originals are kept and put back, not recomputed, so restoring is exact by construction.
-    """
-
-    def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
-        parameter = owner.get_parameter(site.parameter)
-        self._originals[site] = (parameter, parameter.data)
-        stack.callback(_set_data, parameter, parameter.data)
-
-    def _lend(self, site: Site, edit: Edit) -> None:
-        parameter, original = self._originals[site]
-        if isinstance(edit, MatrixEdit) and site.expert is not None:
-            self._lend_slice(site, edit)
-        else:
-            parameter.data = _merged(site, edit, original)
-
-
-class Action(Overlay):
-    """Edits of plain linear maps act beside the module; norms and routers are lent another parameter for each call.
-
-    Maps of experts share a stacked parameter, which may be read by another module than the one that owns it; so that
-    is lent for as long as the overlay lasts.
-    """
-
-    def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
-        parameter = owner.get_parameter(site.parameter)
-        original = parameter.data
-        self._originals[site] = (parameter, original)
-        stack.callback(_set_data, parameter, original)
-        if site.expert is not None:
-            return
-
-        def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            match self._edits.get(site):
-                case MatrixEdit(delta):
-                    x = first_tensor(args, kwargs)
-                    return (output.to(delta.B.dtype) + delta(x.to(delta.B.dtype))).to(output.dtype)
-                case BiasEdit(delta):
-                    return (output.to(delta.dtype) + delta).to(output.dtype)
-                case _:
-                    return output
-
-        def lend(module: nn.Module, args: tuple[Any, ...]) -> None:
-            edit = self._edits.get(site)
-            if edit is not None:
-                parameter.data = _merged(site, edit, original)
-
-        def take_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            parameter.data = original
-
-        if _is_plain_map(owner):
-            stack.callback(owner.register_forward_hook(act, with_kwargs=True).remove)
-        else:
-            stack.callback(owner.register_forward_pre_hook(lend).remove)
-            stack.callback(owner.register_forward_hook(take_back, always_call=True).remove)
-
-    def _lend(self, site: Site, edit: Edit) -> None:
-        """Slices are lent at once; for the rest the hooks read the edit when the module is called."""
-        if isinstance(edit, MatrixEdit) and site.expert is not None:
-            self._lend_slice(site, edit)
-
-
-def _is_plain_map(module: nn.Module) -> bool:
-    """Whether the module gives `W x + b` and nothing else; GPT-2's transposed `Conv1D` has no common base class."""
-    if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
-    return type(module).__name__ == "Conv1D"
-
-
-def _merged(site: Site, edit: Edit, stored: Tensor) -> Tensor:
-    value = edit.merged(stored, site)
-    _check_finite(site, value)
-    return value
-
-
-def _check_finite(site: Site, value: Tensor) -> None:
-    # One pass when all is well: infinities and NaN survive a sum, and a weight's sum is far from overflow in float32.
-    if not bool(torch.isfinite(value.sum(dtype=torch.promote_types(value.dtype, torch.float32)))):
-        bad = int((~torch.isfinite(value)).sum())
-        raise NotControllable([Finding(Outcome.OVERFLOW, site.name, f"entries beyond {value.dtype}", bad, 0)])
-
-
-def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    parameter.data = data
 
 
 @contextmanager

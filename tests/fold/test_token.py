@@ -9,7 +9,7 @@ import torch
 
 from contextfold.anatomy import bind
 from contextfold.errors import InputError, NotControllable
-from contextfold.fold import SINK, fold_token
+from contextfold.fold import SINK, fold_token, token_targets
 from contextfold.outcomes import Outcome
 from contextfold.patch import MatrixEdit, ScaleEdit
 from contextfold.rules import REFERENCES
@@ -85,12 +85,11 @@ def test_the_suite_can_fail(mistake):
     assert gaps(model, bad, materialised) > 1e-3
 
 
-def test_ranks_are_one_per_position():
-    without_sink = fold_token(shared("llama"), CONTEXT, QUERY, keep=())
-    with_sink = fold_token(shared("llama"), CONTEXT, QUERY, keep=SINK)
-    ranks = lambda f: {e.delta.rank for e in f.patch.edits.values() if isinstance(e, MatrixEdit)}  # noqa: E731
-    assert ranks(without_sink) == {1}
-    assert ranks(with_sink) == {2}  # the second source is the sink, with the wanted change zero
+@pytest.mark.parametrize("keep", [(), SINK], ids=["alone", "sink"])
+def test_ranks_are_one_per_position_that_changes(keep):
+    """The sink is another source, with the wanted change zero: it shapes the edit and adds no rank."""
+    patch = fold_token(shared("llama"), CONTEXT, QUERY, keep=keep).patch
+    assert {e.delta.rank for e in patch.edits.values() if isinstance(e, MatrixEdit)} == {1}
 
 
 def test_the_sink_stays_where_it_was():
@@ -114,6 +113,37 @@ def test_rounding_is_measured_and_corrected(model_type, dtype):
     assert gaps(model, folded, materialised) < limit
     action = fold_token(model, CONTEXT, QUERY, written=False)
     assert gaps(model, action, applied) < limit
+
+
+def test_targets_are_seen_once_for_several_folds():
+    model = build("gemma3_text")
+    bound = bind(model)
+    calls = []
+    handle = model.register_forward_pre_hook(
+        lambda m, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    targets = token_targets(bound, CONTEXT, QUERY)
+    for keep in ((), SINK):
+        again = fold_token(bound, CONTEXT, QUERY, keep=keep, targets=targets)
+        afresh = fold_token(bound, CONTEXT, QUERY, keep=keep)
+        assert torch.equal(again.in_context, afresh.in_context)
+        for a, b in zip(again.patch.edits.values(), afresh.patch.edits.values(), strict=True):
+            assert torch.equal(a.value, b.value) if isinstance(a, ScaleEdit) else torch.equal(a.delta.B, b.delta.B)
+    handle.remove()
+    assert calls == [14, 3, 14, 3, 4, 14, 4]
+
+
+def test_targets_of_other_tokens_or_weights_are_refused():
+    model = build("llama")
+    bound = bind(model)
+    targets = token_targets(bound, CONTEXT, QUERY)
+    with pytest.raises(InputError, match="other tokens"):
+        fold_token(bound, CONTEXT, QUERY.flip(0), targets=targets)
+    with pytest.raises(InputError, match="other model"):
+        fold_token(shared("llama"), CONTEXT, QUERY, targets=targets)
+    model.get_submodule("model.layers.0.mlp.up_proj").weight.data.mul_(1.5)
+    with pytest.raises(InputError, match="other weights"):
+        fold_token(bound, CONTEXT, QUERY, targets=targets)
 
 
 def test_positions_absolute_and_renumbered_agree_on_rotary_models():

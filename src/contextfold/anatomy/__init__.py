@@ -1,6 +1,6 @@
 """Where the letters live. An anatomy sees a model and never a rule."""
 
-from contextfold.anatomy.bind import Bound, family_of, weights_digest
+from contextfold.anatomy.bind import Bound, Weights, family_of, weights_digest
 from contextfold.anatomy.block import (
     Block,
     DenseBlock,
@@ -36,6 +36,7 @@ __all__ = [
     "Reading",
     "Sites",
     "Tap",
+    "Weights",
     "Wiring",
     "bind",
     "family_of",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
 from contextfold.errors import InputError, UnsupportedModel
+from contextfold.patch import Site
 
-__all__ = ["Bound", "check_state", "family_of", "resolve", "weights_digest"]
+__all__ = ["Bound", "Weights", "check_state", "family_of", "resolve", "weights_digest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +34,7 @@ class Bound:
     max_positions: int | None
     idle: tuple[nn.Module, ...] = ()
     """Layers that text does not run."""
-    _digest: dict[str, str] = field(default_factory=dict)
+    _weights: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -49,16 +51,42 @@ class Bound:
         return str(config._attn_implementation)
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 over names, shapes, dtypes and bytes of all weights.
+    def weights(self) -> Weights:
+        """What is known of the present weights: the same object until one of them is seen to have changed.
 
-        Computed once, and again when a parameter was replaced, changed in place, or differs in a sample of its
-        values: a patch solved on edited weights must not carry the digest of the unedited ones.
+        That is when a parameter was replaced, changed in place, or differs in a sample of its values: a patch solved
+        on edited weights must not carry the digest of the unedited ones.
         """
         state = _state_sample(self.model)
-        if self._digest.get("state") != state:
-            self._digest.update(state=state, value=weights_digest(self.model))
-        return self._digest["value"]
+        if self._weights.get("state") != state:
+            self._weights.update(state=state, known=Weights(self.model, self.blocks))
+        known: Weights = self._weights["known"]
+        return known
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, shapes, dtypes and bytes of all weights."""
+        return self.weights.fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Figures of one state of a model's weights, computed when first asked for."""
+
+    model: nn.Module
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, shapes, dtypes and bytes of all weights."""
+        return weights_digest(self.model)
+
+    @cached_property
+    def sizes(self) -> Mapping[Site, float]:
+        """Frobenius norm of every map that a fold may edit."""
+        maps = [linear for block in self.blocks for linear in block.maps]
+        wide = torch.promote_types(self.blocks[0].anchor.dtype, torch.float32)
+        return {linear.site: float(torch.linalg.vector_norm(linear.weight, dtype=wide)) for linear in maps}
 
 
 SAMPLE = 16
@@ -66,12 +94,12 @@ SAMPLE = 16
 
 
 def _state_sample(model: nn.Module) -> str:
-    parts = []
+    parts, values = [], []
     for name, p in model.named_parameters():
         flat = p.detach().reshape(-1)
-        values = flat[:: max(1, flat.numel() // SAMPLE)].float().tolist()
-        parts.append(f"{name}|{p.data_ptr()}|{p._version}|{values}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        parts.append(f"{name}|{p.data_ptr()}|{p._version}")
+        values.append(flat[:: max(1, flat.numel() // SAMPLE)].float())
+    return hashlib.sha256(f"{parts}{torch.cat(values).tolist()}".encode()).hexdigest()
 
 
 def weights_digest(model: nn.Module) -> str:

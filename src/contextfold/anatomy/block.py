@@ -11,10 +11,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from contextfold.anatomy.proof import TOLERANCE
 from contextfold.errors import ProbeFailed
+from contextfold.lowrank import times
 from contextfold.patch import Site
 
-__all__ = ["Block", "DenseBlock", "ExpertBlock", "LinearMap", "Norm", "Reading", "first_output", "first_tensor", "rows"]
+__all__ = [
+    "Block",
+    "DenseBlock",
+    "ExpertBlock",
+    "LinearMap",
+    "Norm",
+    "QuantisedMap",
+    "Reading",
+    "first_output",
+    "first_tensor",
+    "is_plain",
+    "rows",
+    "stored_shape",
+]
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -35,6 +50,22 @@ def rows(value: Tensor) -> Tensor:
     return value if value.dim() == 2 else value[0]
 
 
+def is_plain(stored: Tensor | None) -> bool:
+    """Whether edits can be written where these weights lie: quantised ones have another dtype, or are no mere tensor."""
+    return stored is not None and stored.dtype in TOLERANCE and type(stored.data) is Tensor
+
+
+def stored_shape(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
+    """Shape of a parameter; of a quantised one, that of the map `(out, in)` that it stands for.
+
+    Raises `AttributeError` where there is none.
+    """
+    stored = module._parameters.get(parameter)
+    if stored is not None and is_plain(stored):
+        return tuple(stored.shape)
+    return (int(module.out_features), int(module.in_features))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, eq=False)
 class LinearMap:
     """A linear map of a block; read in (out, in) order whatever the storage."""
@@ -48,6 +79,11 @@ class LinearMap:
         return self.site.matrix(self.module.get_parameter(self.site.parameter).data)
 
     @property
+    def like(self) -> Tensor:
+        """A tensor on the device and of the dtype that the map computes in."""
+        return self.weight
+
+    @property
     def bias(self) -> Tensor | None:
         """`b (out,)`, or None."""
         bias = self.module._parameters.get("bias")
@@ -55,8 +91,31 @@ class LinearMap:
 
     def exact(self, inputs: Tensor) -> Tensor:
         """`W x + b` for rows `(n, in) -> (n, out)`, in float64 from the stored weights."""
-        out = inputs.double() @ self.weight.double().T
+        out = times(self.weight, inputs)
         return out if self.bias is None else out + self.bias.double()
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedMap(LinearMap):
+    """A map whose weights are stored in another form: edits act beside it and cannot be written into it."""
+
+    beside: Tensor
+    """A parameter of the layer that is not quantised: it tells device and dtype."""
+
+    @property
+    def weight(self) -> Tensor:
+        """`W (out, in)` as its module computes it, column by column, from rows of the identity; not kept.
+
+        `forward` itself is called: no hook is to hear of it, and no edit beside the module to add to it.
+        """
+        size = int(self.module.in_features)  # type: ignore[arg-type]
+        with torch.no_grad():
+            columns: Tensor = self.module.forward(torch.eye(size, dtype=self.beside.dtype, device=self.beside.device))
+        return (columns if self.bias is None else columns - self.bias).T
+
+    @property
+    def like(self) -> Tensor:
+        return self.beside
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +242,7 @@ class DenseBlock(Block):
 
     @property
     def anchor(self) -> Tensor:
-        return self.output_map.weight
+        return self.output_map.like
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

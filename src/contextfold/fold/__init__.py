@@ -5,6 +5,7 @@ from contextfold.fold.rows import SequenceLayer
 from contextfold.fold.rowsites import SITES, PatchSites, sites_of
 from contextfold.fold.sequence import FoldedSequence, fold_sequence
 from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
+from contextfold.fold.targets import TokenTargets, token_targets
 from contextfold.fold.token import DEFAULT_RULE, Folded, fold_token, reference
 
 __all__ = [
@@ -19,10 +20,12 @@ __all__ = [
     "SequenceLayer",
     "Spans",
     "Split",
+    "TokenTargets",
     "digest",
     "fold_sequence",
     "fold_token",
     "reference",
     "sites_of",
     "split",
+    "token_targets",
 ]

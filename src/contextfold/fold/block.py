@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from contextfold.anatomy import (
 from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
-from contextfold.patch import MatrixEdit, ScaleEdit
+from contextfold.patch import MatrixEdit, ScaleEdit, Site
 from contextfold.rules import InputWeight, OutputWeight, PostNorm, Reference, refit_scale
 from contextfold.rules.base import NEAR_SINGULAR
 from contextfold.rules.linear import Steering, WeightSolution
@@ -77,6 +77,8 @@ class BlockFold:
     wanted: BlockState
     sink: int | None
     rules: tuple[Reference, Reference | None]
+    sizes: Mapping[Site, float]
+    """Frobenius norms of the stored maps."""
 
     findings: list[Finding] = field(default_factory=list)
     steering: Steering | None = None
@@ -269,7 +271,7 @@ class BlockFold:
         return torch.float64 if stored == torch.float64 else torch.float32
 
     def _put_matrix(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
-        W = float(torch.linalg.vector_norm(linear.weight, dtype=self._factor_dtype()))
+        W = self.sizes[linear.site]
         self.numbers["weight_ratio"] = max(self.numbers.get("weight_ratio", 0.0), delta.norm() / W if W else math.inf)
         overlay.put(linear.site, MatrixEdit(delta.to(self._factor_dtype())))
 

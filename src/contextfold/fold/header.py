@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -36,7 +38,8 @@ def header_of(
     )
 
 
-def versions() -> dict[str, str]:
-    """Of everything that the numbers depend on."""
+@cache
+def versions() -> Mapping[str, str]:
+    """Of everything that the numbers depend on. Read once: finding them takes milliseconds."""
     packages = ("contextfold", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}

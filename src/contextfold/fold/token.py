@@ -17,10 +17,11 @@ from contextfold.errors import InputError
 from contextfold.fold.block import BlockFold, LayerReport
 from contextfold.fold.header import header_of
 from contextfold.fold.split import SINK, Positions, Spans, Split, split
+from contextfold.fold.targets import TokenTargets, seen
 from contextfold.forms import expressions
 from contextfold.patch import Patch
 from contextfold.rules import REFERENCES, Reference, choose
-from contextfold.runtime import Action, Written, recording, run
+from contextfold.runtime import Action, InTurn, run
 
 __all__ = ["DEFAULT_RULE", "Folded", "fold_token", "reference"]
 
@@ -56,6 +57,7 @@ def fold_token(
     fallback: str | None = None,
     positions: Positions = "absolute",
     written: bool = True,
+    targets: TokenTargets | None = None,
 ) -> Folded:
     """A patch that makes the model without the dropped context answer, after the last query token, as with it.
 
@@ -74,6 +76,7 @@ def fold_token(
         positions: `absolute` (kept tokens keep theirs) or `renumbered`.
         written: measure on weights that are written and rounded to their dtype, so that the patch is right when
             materialised; False measures the low-rank action instead.
+        targets: from `aim`, when the model with its context has run already; None runs it.
 
     Returns the patch with a report per layer. The model is unchanged.
 
@@ -85,14 +88,13 @@ def fold_token(
     plans = {form: choose(form, 1, [rule]) for form in dict.fromkeys(forms)}  # most blocks of a model are alike
     choices = [plans[form] for form in forms]
     parts = split(bound, context, query, keep, positions)
-    with recording(bound.blocks, slice(-1, None), "zyt") as wanted:
-        in_context = run(bound.model, parts.full)[0]
+    wanted = seen(bound, parts.full) if targets is None else targets.check(bound, parts)
     folds = [
-        BlockFold(bound.model, block, state, parts.sink, members, inner_skipped=not choice.inner)
-        for block, state, choice in zip(bound.blocks, wanted, choices, strict=True)
+        BlockFold(bound.model, block, state, parts.sink, members, wanted.weights.sizes, inner_skipped=not choice.inner)
+        for block, state, choice in zip(bound.blocks, wanted.states, choices, strict=True)
     ]
     sites = [site for block in bound.blocks for site in block.sites]
-    overlay = (Written if written else Action)(bound.model, sites)
+    overlay = (InTurn if written else Action)(bound.model, sites)
     with ExitStack() as stack:
         for fold in folds:
             fold.listen(stack, overlay)
@@ -101,4 +103,4 @@ def fold_token(
     exact = (int(parts.reduced.positions[-1]),)
     plan = tuple(dict.fromkeys(name for choice in choices for name in choice.names))
     patch = Patch(header_of(bound, parts, "token", exact, plan, written), overlay.edits)
-    return Folded(patch, parts, in_context, tuple(fold.report() for fold in folds))
+    return Folded(patch, parts, wanted.logits, tuple(fold.report() for fold in folds))

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from contextfold.calculus import Demand, Kind, Service
 from contextfold.lowrank import LowRank, min_norm_update
@@ -45,7 +46,11 @@ class Steering:
 
     def delta(self, W: Tensor) -> LowRank:
         """The edit of one input map `W (out, d)`."""
-        return LowRank(W.double() @ self.D.B, self.D.A)
+        # In the precision of W, or single where that is less: a rounding here moves h, which the output map then reads
+        # as it is, and costs no exactness; a float64 copy of W would cost three times the product.
+        wide = torch.promote_types(W.dtype, torch.float32)
+        rows: Tensor = linear(self.D.B.T.to(wide), W.to(wide))
+        return LowRank(rows.T.double(), self.D.A)
 
 
 @final

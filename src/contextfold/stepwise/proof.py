@@ -1,4 +1,8 @@
-"""The proof of one step: weights written, the unmodified model, one sequence, only the kept tokens in its cache."""
+"""The proof of one step: weights written, the unmodified model, one sequence, only the kept tokens in its cache.
+
+Each map's edited weight is stored when the map runs (`InTurn`): the same forward, bit for bit, as with all of them
+stored at once, without a second copy of the model's maps in memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from contextfold.fold import LayerReport, digest
 from contextfold.fold.block import BlockFold
 from contextfold.patch import Edit, Header, Patch, ScaleEdit, Site
 from contextfold.rules import InputWeight, OutputWeight, PostNorm, Reference
-from contextfold.runtime import BlockState, Run, Written
+from contextfold.runtime import BlockState, InTurn, Run
 from contextfold.stepwise.cache import KeptCache
 from contextfold.stepwise.pair import forward
 from contextfold.stepwise.window import Batch
@@ -117,17 +121,21 @@ def prove(
     seen = Run(batch.ids[row, index], positions[index])
     alone = _Alone(bound, seen, kept)
     without = alone.logits()
+    sizes = bound.weights.sizes
     folds = [
-        BlockFold(bound.model, block, state, None, rules) for block, state in zip(bound.blocks, wanted, strict=True)
+        BlockFold(bound.model, block, state, None, rules, sizes)
+        for block, state in zip(bound.blocks, wanted, strict=True)
     ]
-    overlay = Written(bound.model, [site for block in bound.blocks for site in block.sites])
-    with overlay:
-        with ExitStack() as hooks:
-            for fold in folds:
-                fold.listen(hooks, overlay)
+    overlay = InTurn(bound.model, [site for block in bound.blocks for site in block.sites])
+    with ExitStack() as hooks:
+        for fold in folds:
+            fold.listen(hooks, overlay)
+        with overlay:
             alone.logits()
-        # No hook is left, and nothing but stored weights tells this model from the one that was loaded.
-        logits = alone.logits()
+            hooks.close()
+            # No hook is left that sees an activation. Those of the overlay store the edited weight of a map before it
+            # runs and the original after it: nothing but stored weights tells this model from the one that was loaded.
+            logits = alone.logits()
     proof = Proof(
         written=compare(in_context, logits),
         unpatched=compare(in_context, without),

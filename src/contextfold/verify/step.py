@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from contextfold.anatomy import Bound
 from contextfold.errors import InputError
-from contextfold.fold import SINK, Folded, LayerReport, Spans, Split, digest, fold_token, split
+from contextfold.fold import SINK, Folded, LayerReport, Spans, Split, digest, fold_token, split, token_targets
 from contextfold.patch import Patch, ScaleEdit
 from contextfold.runtime import applied, materialised, recording, run
 from contextfold.verify.controls import negative_controls
@@ -63,8 +63,9 @@ def prove_token(
     `cached (V,)`: in-context logits from a cached run. `other`: another context for the control, random tokens
     when None. Raises what `fold_token` raises.
     """
-    folded = fold_token(bound, context, query, keep=keep, rule=rule, fallback=fallback)
-    action = fold_token(bound, context, query, keep=keep, rule=rule, fallback=fallback, written=False)
+    targets = token_targets(bound, context, query)
+    folded = fold_token(bound, context, query, keep=keep, rule=rule, fallback=fallback, targets=targets)
+    action = fold_token(bound, context, query, keep=keep, rule=rule, fallback=fallback, written=False, targets=targets)
     controls: Mapping[str, Comparison] = {}
     if with_controls:
         controls = negative_controls(bound, folded, context, query, keep, rule, fallback, other)
