@@ -7,6 +7,7 @@ ContextfoldError
 ├── NotControllable       the mathematics refuses: an outcome that makes an exact edit impossible
 ├── NoWay                 the calculus refuses: no parameter of the block can do what is asked
 ├── PatchMismatch         the patch was made for another model or for other weights
+├── NotExportable         the target format, or the program that reads it, cannot hold the patch
 └── PatchFileError        the file is not a patch that this version can read
     ├── PatchFileDamaged  truncated, corrupted, or inconsistent with its own header
     ├── PatchFileForeign  a valid file of another format
@@ -28,6 +29,7 @@ __all__ = [
     "InputError",
     "NoWay",
     "NotControllable",
+    "NotExportable",
     "PatchFileDamaged",
     "PatchFileError",
     "PatchFileForeign",
@@ -72,6 +74,10 @@ class NoWay(ContextfoldError):
 
 class PatchMismatch(ContextfoldError):
     """The patch was made for another model or for other weights."""
+
+
+class NotExportable(ContextfoldError):
+    """The target format, or the program that reads it, cannot hold the patch."""
 
 
 class PatchFileError(ContextfoldError):

@@ -15,6 +15,7 @@ from contextfold.cli.common import err
 from contextfold.cli.demo import demo
 from contextfold.cli.dynamics import dynamics
 from contextfold.cli.explain import explain
+from contextfold.cli.export import export
 from contextfold.cli.fold import fold
 from contextfold.cli.generate import generate
 from contextfold.cli.inspect import inspect
@@ -23,7 +24,7 @@ from contextfold.errors import ContextfoldError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, demo)
+COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, export, demo)
 """Every command, in the order of the help."""
 
 app = typer.Typer(

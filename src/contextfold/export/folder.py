@@ -1,0 +1,167 @@
+"""A folder on disk is the old one or the new one, whole; never half of either.
+
+Everything is written into a hidden sibling, flushed, and exchanged with the target in one system call. Two writers at
+the same time each bring their own sibling, so the one that comes second replaces the first as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contextfold.errors import InputError
+
+__all__ = ["FORMAT", "RECEIPT", "Stage", "check_target", "receipt_of", "staged"]
+
+RECEIPT = "receipt.json"
+"""The file by which a folder of ours is known, and says what it holds."""
+
+FORMAT = "contextfold-export"
+
+STALE = 86_400.0
+"""Seconds after which an unfinished sibling is taken for the remains of a killed process."""
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Constants of Linux's renameat2(2)."""
+
+
+class Stage:
+    """A folder that is not there yet: write into `path`, then `publish`."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path = path
+        self._target = target
+
+    def publish(self) -> None:
+        """Put the folder in its place; what stood there goes.
+
+        Raises `InputError` when it cannot be moved there.
+        """
+        _flush(self.path)
+        try:
+            _put(self.path, self._target)
+        except OSError as error:
+            raise InputError(f"cannot write {self._target}: {error.strerror}; nothing was changed there") from error
+        _flush_entry(self._target.parent)
+
+
+def check_target(target: Path) -> None:
+    """Before minutes of work, not after. Raises `InputError` where a folder may not be put."""
+    if not target.name or target.name in (".", ".."):
+        raise InputError(f"{target} is not the name of a new folder; choose another --out")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write {target}: {target.parent} does not exist; choose another --out")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"cannot write to {target.parent}: permission denied; choose another --out")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise InputError(f"{target} is not a folder; choose another --out")
+    if target.is_dir() and any(target.iterdir()) and not _is_ours(target):
+        raise InputError(
+            f"{target} holds other things; only a folder that an export wrote before is replaced: choose another --out"
+        )
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Stage]:
+    """A hidden sibling of `target` to write into; gone again unless it is published.
+
+    Raises `InputError` for a target that may not be replaced, or cannot be written.
+    """
+    check_target(target)
+    _sweep(target)
+    try:
+        path = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
+        path.mkdir()
+    except OSError as error:
+        raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another --out") from error
+    try:
+        yield Stage(path, target)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def receipt_of(folder: Path) -> dict[str, Any]:
+    """What the folder says of itself. Raises `InputError` when no export wrote it."""
+    try:
+        found = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} holds no readable {RECEIPT}, so no export wrote it") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InputError(f"{folder / RECEIPT} is not that of an export")
+    return found
+
+
+def _is_ours(folder: Path) -> bool:
+    with contextlib.suppress(InputError):
+        receipt_of(folder)
+        return True
+    return False
+
+
+def _put(path: Path, target: Path) -> None:
+    """Rename to a free name, exchange with a taken one; another writer may change which of the two it is."""
+    while True:
+        try:
+            os.rename(path, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        try:
+            _exchange(path, target)
+            return
+        except FileNotFoundError:
+            continue
+
+
+def _exchange(path: Path, target: Path) -> None:
+    """Both names change places at once where the system can do that.
+
+    Elsewhere the old folder is renamed first, so a crash in between leaves it, whole, under the name `.NAME.….old.tmp`.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        names = os.fsencode(path), os.fsencode(target)
+        if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code), str(target))
+    aside = path.with_name(path.name.removesuffix(".tmp") + ".old.tmp")
+    os.rename(target, aside)
+    os.rename(path, target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed writers of the same folder left behind."""
+    now = time.time()
+    for path in target.parent.glob(f".{target.name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another writer sweeps too
+            if now - path.stat().st_mtime > STALE:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """The rename must not reach the disk before the content does."""
+    for path in folder.rglob("*"):
+        _flush_entry(path)
+    _flush_entry(folder)
+
+
+def _flush_entry(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
