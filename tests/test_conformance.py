@@ -79,6 +79,8 @@ OTHER_WIRINGS = [
     ("llama", {"mlp_bias": True, "attention_bias": True}),
     ("gemma4_text", {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     ("granitemoehybrid", {"num_local_experts": 0}),
+    ("hyperclovax", {"use_post_norm": False}),
+    ("lfm3", {"use_sandwich_norm": False}),
     ("qwen3_moe", {"mlp_only_layers": [1]}),
 ]
 

@@ -115,6 +115,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         name: {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4}
         for name in ("bailing_hybrid", "kimi_linear")
     },
+    "falcon_h1": {"mlp_multipliers": [0.5, 2.0]},
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
@@ -184,7 +185,7 @@ def _sizes(kind: type, **overrides: Any) -> dict[str, Any]:
 
 def _of(model_type: str, **overrides: Any) -> Any:
     kind = CONFIG_MAPPING[model_type]
-    return kind(**_sizes(kind, **OVERRIDES.get(model_type, {}), **overrides))
+    return kind(**_sizes(kind, **{**OVERRIDES.get(model_type, {}), **overrides}))
 
 
 def _composite(model_type: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ def prove_closed(blocks: tuple[Block, ...], run: Callable[[int], Any], limits: L
             stack.callback(_listen_result(block, met))
         logits = run(2).logits[0, -1]
     for block, result, expected in zip(blocks, met, results, strict=True):
-        Limits(block.name, limits.relative).same("the result", "a function of the finished sum", result, expected)
+        replace(limits, block=block.name).same("the result", "a function of the finished sum", result, expected)
     limits.same("logits", "a function of the last block's result", logits, wanted)
 
 

@@ -195,13 +195,16 @@ class _Probe:
             self.limits.same("input of the norm after the MLP", "W_out h + b", _flat(t["q"]), _flat(branch))
             branch = block.norm_post.scale * block.norm_post.unscaled(t["q"])
             self.limits.same("output of the norm after the MLP", "m ⊙ u", t["b"], branch)
-        parts = (reading.factor * _shaped(t[f"r{k}"], t["total"]) for k, reading in enumerate(block.residual))
-        r = sum(parts, block.shift)
+        parts = {f"r{k}": reading.factor * _shaped(t[f"r{k}"], t["total"]) for k, reading in enumerate(block.residual)}
+        r = sum(parts.values(), block.shift)
         total = t["total"].double() / block.total.factor
         plain = block.total.module is block.layer and block.total.side == "output"
-        self.limits.same(
-            "y" if plain else "the finished sum", "r + alpha · branch", total, r + block.alpha * _shaped(branch, total)
-        )
+        what = "y" if plain else "the finished sum"
+        self.limits.same(what, "r + alpha · branch", total, r + block.alpha * _shaped(branch, total))
+        # The norm's own rounding is not to be taken for a multiplier.
+        added = branch if block.norm_post is None else t["b"]
+        parts["the branch"] = block.alpha * _shaped(added, total)
+        self.limits.add_up(what, total - block.shift, parts)
 
 
 def _refuse_idle(module: nn.Module, args: tuple[Any, ...]) -> None:

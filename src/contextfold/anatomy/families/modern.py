@@ -202,18 +202,22 @@ GRANITE = Family(
     quirks="Branches are multiplied by `residual_multiplier` before they join the stream.",
 )
 
+_PERIPHERAL = Wiring(
+    norm_pre="post_attention_layernorm",
+    norm_post="post_norm2",
+    alpha="residual_multiplier",
+    when={"use_post_norm": True},
+)
+
 HYPERCLOVAX = Family(
     name="hyperclovax",
     model_types=("hyperclovax",),
     layers="model.layers",
     sites=(
-        Dense(
-            GATED,
-            "mlp.down_proj",
-            Wiring(norm_pre="post_attention_layernorm", norm_post="post_norm2", alpha="residual_multiplier"),
-        ),
+        Dense(GATED, "mlp.down_proj", _PERIPHERAL),
+        Dense(GATED, "mlp.down_proj", replace(_PERIPHERAL, norm_post=None, when={"use_post_norm": False})),
     ),
-    quirks="A norm after each sublayer and a residual multiplier.",
+    quirks="A residual multiplier and, unless the configuration says otherwise, a norm after each sublayer.",
 )
 
 MINICPM3 = Family(
@@ -234,11 +238,22 @@ COHERE = Family(
 
 FEED_FORWARD = Family(
     name="bamba",
-    model_types=("bamba", "falcon_h1"),
+    model_types=("bamba",),
     layers="model.layers",
     sites=(Dense(FFN_GATED, "feed_forward.down_proj", pre_norm("pre_ff_layernorm")),),
-    quirks="Mamba and attention, alternating (Bamba) or side by side (Falcon-H1). Falcon-H1 multiplies the gate and "
-    "the MLP's result by constants inside the MLP.",
+    quirks="Mamba and attention, alternating.",
+)
+
+FALCON_H1 = Family(
+    name="falcon-h1",
+    model_types=("falcon_h1",),
+    layers="model.layers",
+    sites=(
+        Dense(
+            FFN_GATED, "feed_forward.down_proj", scaled(pre_norm("pre_ff_layernorm"), "feed_forward.down_multiplier")
+        ),
+    ),
+    quirks="Mamba and attention side by side; the gate and the MLP's result are multiplied by constants.",
 )
 
 RECURRENT_GEMMA = Family(
@@ -263,8 +278,15 @@ LFM3 = Family(
     name="lfm3",
     model_types=("lfm3",),
     layers="model.layers",
-    sites=(Dense(_LFM_MAPS, "feed_forward.w2", Wiring(norm_pre="ffn_norm", norm_post="post_ffn_norm")),),
-    quirks="LFM 2 with a norm after each sublayer.",
+    sites=(
+        Dense(
+            _LFM_MAPS,
+            "feed_forward.w2",
+            Wiring(norm_pre="ffn_norm", norm_post="post_ffn_norm", when={"use_sandwich_norm": True}),
+        ),
+        Dense(_LFM_MAPS, "feed_forward.w2", Wiring(norm_pre="ffn_norm", when={"use_sandwich_norm": False})),
+    ),
+    quirks="LFM 2 with, unless the configuration says otherwise, a norm after each sublayer.",
 )
 
 
@@ -307,6 +329,6 @@ XLSTM = Family(
 
 MODERN: tuple[Family, ...] = (
     LLAMA, GEMMA, VAULTGEMMA, GEMMA2, GEMMA3, GEMMA4_TEXT, GEMMA4, HYBRID, NESTED, MLLAMA, PHI3, UP_DOWN, APERTUS, FC,
-    LAYERNORM, STABLELM, OLMO2, OLMO_HYBRID, GLM4, GRANITE, HYPERCLOVAX, MINICPM3, COHERE, FEED_FORWARD,
+    LAYERNORM, STABLELM, OLMO2, OLMO_HYBRID, GLM4, GRANITE, HYPERCLOVAX, MINICPM3, COHERE, FEED_FORWARD, FALCON_H1,
     RECURRENT_GEMMA, LFM2, LFM3, DOGE, XLSTM,
 )  # fmt: skip
