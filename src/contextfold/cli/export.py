@@ -20,6 +20,7 @@ class Target(StrEnum):
 
     peft = "peft"
     checkpoint = "checkpoint"
+    gguf = "gguf"
 
 
 def export(
@@ -36,7 +37,7 @@ def export(
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a patch for PEFT or as a checkpoint; load it back, compare, and keep it only if it is proven."""
+    """Write a patch for PEFT, as a checkpoint or for llama.cpp; load it back, and keep it only if it is proven."""
     from contextfold import patchfile
     from contextfold.export import Source
     from contextfold.export import export as export_patch

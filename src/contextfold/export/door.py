@@ -10,13 +10,14 @@ from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.card import write_card
 from contextfold.export.checkpoint import Checkpoint
 from contextfold.export.folder import receipt_of, staged
+from contextfold.export.gguf import GgufAdapter
 from contextfold.export.peft import PeftFolder
 from contextfold.export.proof import probe_of
 from contextfold.runtime import Run, check_match
 
 __all__ = ["EXPORTERS", "check", "export"]
 
-EXPORTERS: tuple[type[Exporter], ...] = (PeftFolder, Checkpoint)
+EXPORTERS: tuple[type[Exporter], ...] = (PeftFolder, Checkpoint, GgufAdapter)
 """Every target, by the name of its class; the command line takes its choices from here."""
 
 

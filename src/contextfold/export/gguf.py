@@ -1,0 +1,130 @@
+"""A GGUF LoRA adapter for llama.cpp, for families whose maps keep their names' meaning and their order there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+
+from contextfold.errors import InputError, NotExportable
+from contextfold.export.base import Exporter, Proof, Source
+from contextfold.export.layout import refuse_scales
+from contextfold.export.proof import gap, logits, rounding_gap
+from contextfold.export.ranks import padded
+from contextfold.lowrank import LowRank
+from contextfold.patch import MatrixEdit, Patch, Site
+from contextfold.runtime import Run, applied
+
+__all__ = ["ARCHITECTURES", "GgufAdapter"]
+
+FILE = "adapter.gguf"
+
+ARCHITECTURES = {"llama": "llama", "gemma3_text": "gemma3"}
+"""Model type -> architecture of llama.cpp, for the families that were run there (`scripts/interop.py`)."""
+
+REORDERED = ("attn_q", "attn_k", "attn_qkv")
+"""Maps whose rows llama.cpp's converter moves."""
+
+
+@final
+@dataclass(frozen=True)
+class GgufAdapter(Exporter):
+    """Pairs of one rank, padded with zeros, in float32; the base may be quantised."""
+
+    name: ClassVar[str] = "gguf"
+    title: ClassVar[str] = "A GGUF adapter (LoRA, for llama.cpp)"
+
+    def write(self, source: Source, folder: Path) -> Mapping[str, Any]:
+        gguf = _library()
+        refuse_scales(source.patch)
+        names = _names(source, gguf)
+        deltas = _deltas(source.patch)
+        rank = max((delta.rank for delta in deltas.values()), default=0)
+        if rank == 0:
+            raise NotExportable("the patch edits no matrix, and a GGUF adapter is made of such; export a checkpoint")
+        writer = gguf.GGUFWriter(folder / FILE, ARCHITECTURES[source.bound.model_type])
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))  # over the rank, which is the same for all: 1
+        for site, delta in deltas.items():
+            pair = padded(delta, rank)
+            for part, tensor in (("lora_a", pair.A), ("lora_b", pair.B)):
+                writer.add_tensor(f"{names[site]}.{part}", tensor.detach().cpu().float().contiguous().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return {"rank": rank, "tensors": 2 * len(deltas), "llama_cpp": f"--lora {FILE}"}
+
+    def check(self, source: Source, folder: Path, probe: Run) -> Proof:
+        """Read the file with the gguf library, and apply what it holds beside our own weights."""
+        gguf = _library()
+        found = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(folder / FILE).tensors}
+        names = _names(source, gguf)
+        deltas = _deltas(source.patch)
+        read: dict[Site, LowRank] = {}
+        for site, name in names.items():
+            if {f"{name}.lora_a", f"{name}.lora_b"} <= found.keys():
+                read[site] = LowRank(found[f"{name}.lora_b"], found[f"{name}.lora_a"])
+        missing = tuple(site.name for site in deltas if site not in read or not _same(read[site], deltas[site]))
+        held = replace(source.patch, edits={site: MatrixEdit(delta) for site, delta in read.items()})
+        with applied(source.bound, source.patch) as model:
+            ours = logits(model, probe)
+        with applied(source.bound, held) as model:
+            theirs = logits(model, probe)
+        return Proof(
+            target=self.name,
+            loader=f"gguf {version('gguf')}",
+            expected=len(deltas),
+            matched=len(deltas) - len(missing),
+            missing=missing,
+            tokens=probe.ids.numel(),
+            logit_gap=gap(theirs, ours),
+            rounding_gap=rounding_gap(source.bound, source.patch, probe),
+            base_gap=gap(logits(source.bound.model, probe), ours),
+            remarks=(
+                "The file was read back by the gguf library and applied beside our own weights; llama.cpp itself was "
+                "not run. What it does with such files is measured by `make interop`.",
+            ),
+        )
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise InputError("writing a GGUF adapter needs the package gguf; run: pip install gguf") from error
+    return gguf
+
+
+def _deltas(patch: Patch) -> dict[Site, LowRank]:
+    return {site: edit.delta for site, edit in patch.edits.items() if isinstance(edit, MatrixEdit)}
+
+
+def _names(source: Source, gguf: Any) -> dict[Site, str]:
+    """The name of each edited weight in llama.cpp. Raises `NotExportable` where there is none, or another order."""
+    model_type = source.bound.model_type
+    if model_type not in ARCHITECTURES:
+        raise NotExportable(
+            f"GGUF adapters are written for {', '.join(ARCHITECTURES)}, where llama.cpp was run and compared, and not "
+            f"for {model_type!r}; export to PEFT or a checkpoint and convert that"
+        )
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[model_type])
+    table = gguf.get_tensor_name_map(arch, len(source.bound.blocks))
+    names = {}
+    for site in _deltas(source.patch):
+        name = table.get_name(f"{site.module}.{site.parameter}", (".weight",))
+        if name is None or site.expert is not None or site.transposed or any(word in name for word in REORDERED):
+            raise NotExportable(f"{site.name} is no plain map of llama.cpp's {arch.name.lower()}; export to PEFT")
+        names[site] = name
+    return names
+
+
+def _same(read: LowRank, delta: LowRank) -> bool:
+    pair = padded(delta.to(torch.float32), read.rank)
+    return torch.equal(read.B, pair.B.cpu()) and torch.equal(read.A, pair.A.cpu())
