@@ -14,6 +14,7 @@ from contextfold.fold import SINK, fold_sequence
 from contextfold.outcomes import Outcome
 from contextfold.patch import MatrixEdit
 from contextfold.rules import joint_scale
+from contextfold.rules.joint import FEASIBLE
 from contextfold.runtime import applied, materialised, run
 from contextfold.verify import Prompt, fold_and_prove_sequence, verify_sequence_patch
 from tiny import FLOAT32_NORMS, POST_NORM, TYPES, bits, build, shared, tokens
@@ -87,6 +88,20 @@ def test_the_joint_scale_is_the_smallest_of_its_kind(n, d, seed):
     gradient = 1 / found.a**2
     residual = gradient - G.T @ torch.linalg.lstsq(G.T, gradient).solution
     assert float(residual.norm()) < 1e-5 * float(gradient.norm())
+
+
+@given(n=st.integers(1, 7), d=st.integers(2, 10), seed=st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_where_there_is_no_positive_scale_a_linear_programme_finds_none_either(n, d, seed):
+    from scipy.optimize import linprog
+
+    G = torch.rand(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 4
+    found = joint_scale(G)
+    A, one = G.numpy(), [1.0] * n
+    if found.miss <= FEASIBLE:
+        assert linprog([0.0] * d, A_eq=A, b_eq=one, bounds=(0, None)).status == 0
+    else:
+        assert linprog([0.0] * d, A_eq=A, b_eq=one, bounds=(1e-2, None)).status == 2
 
 
 def test_chosen_positions_are_exact_and_the_patch_is_smaller():

@@ -57,7 +57,7 @@ class Targets:
     wanted: BlockState
     """In context, at the chosen positions: t, and what the site matches besides."""
     rows: Tensor
-    """The chosen rows of the reduced run."""
+    """The chosen rows of the reduced run, counted from its end."""
     strict: bool = False
     loss: float = math.inf
     """What halving the length of the finished sum costs the logits, relative; below every miss, it is free."""

@@ -211,7 +211,8 @@ class ExpertRows(_BranchRows):
 
     def _match(self, overlay: Overlay, z: Tensor, call: Call) -> None:
         """One row of sources per position: its experts' hidden vectors times their shares, zero where it uses none."""
-        seen = [observe(self.model, self.block, z[row], call.at(row)) for row in self.targets.rows.tolist()]
+        rows = (self.targets.rows + z.shape[0]).tolist()
+        seen = [observe(self.model, self.block, z[row], call.at(row)) for row in rows]
         columns = tuple(sorted({column for one in seen for column in one.columns}))
         h = torch.cat([one.row(columns) for one in seen])
         delta = self._reach(h, torch.stack([one.branch for one in seen]), None)

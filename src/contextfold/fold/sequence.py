@@ -99,24 +99,24 @@ def fold_sequence(
 
 
 def _rows(parts: Split, n: int, at: Sequence[int] | None) -> Tensor:
-    """Rows of the reduced run that must be exact."""
+    """Rows of the reduced run that must be exact, counted from its end: a model may put tokens of its own in front."""
     total = parts.reduced.ids.numel()
     if at is None:
-        return torch.arange(total)
+        return torch.arange(total) - total
     chosen = sorted(set(at))
     if not chosen or chosen[0] < 0 or chosen[-1] >= n:
         raise InputError(f"positions {list(at)} are not indices into the query of {n} tokens")
     sink = [] if parts.sink is None else [parts.sink]
-    return torch.tensor([*sink, *(total - n + i for i in chosen)])
+    return torch.tensor([*sink, *(total - n + i for i in chosen)]) - total
 
 
 def _in_full(parts: Split, c: int, n: int, keep: Spans) -> Tensor:
-    """Row of the full run at which each row of the reduced run stood."""
+    """Row of the full run, counted from its end, at which each row of the reduced run stood."""
     kept = torch.zeros(c + n, dtype=torch.bool)
     kept[c:] = True
     for start, stop in keep:
         kept[start:stop] = True
-    return torch.arange(c + n)[kept]
+    return torch.arange(c + n)[kept] - (c + n)
 
 
 def _look_at_typical(bound: Bound, folds: Sequence[RowsFold], typical: Tensor) -> None:

@@ -9,10 +9,12 @@ positions). Among their solutions the balanced one, smallest in `‖m' ⊘ M‖�
 
 D is concave with one unknown per position, and its gradient grows without bound where some s_j tends to 0, so a stays
 positive by itself. For one position the solution is the balanced scale of `postnorm`. Where no positive solution exists
-D is unbounded; a pull on lambda makes the equations soft, `G a − 1 = pull · lambda`. So: first with next to none, and
-where that misses, again with one that keeps the scale moderate. Every block aims at the measured in-context sum, so the
-next one that can reach it takes up what a soft one left; a scale strained to its limit amplifies rounding instead.
-The last block has no next one, but a norm that reads only the direction of its sum: see `lengths`.
+D is unbounded, and on its way up it shows that: `lambdaᵀ (G a − 1) = sᵀ a − Σ lambda_i`, so while s > 0 every a > 0
+misses some equation by at least `−Σ lambda_i / ‖lambda‖₁`. A pull on lambda makes the equations soft,
+`G a − 1 = pull · lambda`. So: first with a pull that keeps the scale moderate, and from there with next to none, unless
+that is shown to be hopeless. Every block aims at the measured in-context sum, so the next one that can reach it takes
+up what a soft one left; a scale strained to its limit amplifies rounding instead. The last block has no next one, but a
+norm that reads only the direction of its sum: see `lengths`.
 """
 
 from __future__ import annotations
@@ -68,8 +70,14 @@ def joint_scale(G: Tensor) -> JointScale:
     # With lambda constant, a scales as lambda^(-1/2): start where the mean equation holds.
     start = torch.full((G.shape[0],), float((H @ H.sum(0).rsqrt()).mean()) ** 2, dtype=torch.float64)
     soft = _dual_maximum(H, start, SOFT)
-    found = [_scale_of(G, seen, lam) for lam in (soft, _dual_maximum(H, soft, HARD))]
-    return found[1] if found[1].miss <= FEASIBLE else found[0]
+    hard = soft if _hopeless(soft) else _dual_maximum(H, soft, HARD, may_give_up=True)
+    exact = _scale_of(G, seen, hard)
+    return exact if exact.miss <= FEASIBLE else _scale_of(G, seen, soft)
+
+
+def _hopeless(lam: Tensor) -> bool:
+    """Whether `lam (n,)`, with `Gᵀ lam > 0`, shows that every positive a misses by more than what counts as exact."""
+    return float(-lam.sum()) > FEASIBLE * float(lam.abs().sum())
 
 
 def _scale_of(G: Tensor, seen: Tensor, lam: Tensor) -> JointScale:
@@ -78,7 +86,7 @@ def _scale_of(G: Tensor, seen: Tensor, lam: Tensor) -> JointScale:
     return JointScale(a, float((G @ a - 1).abs().max()))
 
 
-def _dual_maximum(H: Tensor, lam: Tensor, pull: float) -> Tensor:
+def _dual_maximum(H: Tensor, lam: Tensor, pull: float, may_give_up: bool = False) -> Tensor:
     """Climb `D(lambda) − pull ‖lambda‖² / 2` from `lam (n,)`, halving steps that leave `s > 0` or gain too little."""
 
     def dual(x: Tensor) -> float:
@@ -92,7 +100,7 @@ def _dual_maximum(H: Tensor, lam: Tensor, pull: float) -> Tensor:
         curve = 0.5 * (H * s**-1.5) @ H.T + pull * torch.eye(H.shape[0], dtype=torch.float64)
         step = torch.linalg.solve(curve, slope)
         decrement = float(slope @ step)
-        if decrement <= 1e-18 * max(1.0, abs(value)):
+        if decrement <= 1e-18 * max(1.0, abs(value)) or (may_give_up and _hopeless(lam)):
             break
         size = 1.0
         while dual(lam + size * step) < value + 0.25 * size * decrement and size > 1e-12:

@@ -1,0 +1,209 @@
+"""Figures of one patch for a whole sequence, beyond those that `measured.py` takes from the command line.
+
+python scripts/sequences.py families [TYPE ...]  # every type, 1, 4 and 16 positions: docs/measured/sequences.json
+python scripts/sequences.py recompress           # what dropped singular values cost: docs/measured/recompress.json
+python scripts/sequences.py cost [MODEL ...]     # against two forwards, time, memory: docs/measured/sequence-cost.json
+python scripts/sequences.py table                # the tables of docs/numerics.md from the last two files
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch  # noqa: E402 (the path and the environment come first)
+from bench import bound_model, peak_bytes, random_ids, reset_peak, seconds  # noqa: E402
+from measured import FOLDER, TEXTS, WORDS  # noqa: E402
+
+import zoo  # noqa: E402
+from contextfold import models, prompts  # noqa: E402
+from contextfold.anatomy import FAMILIES, Bound, bind  # noqa: E402
+from contextfold.errors import ContextfoldError  # noqa: E402
+from contextfold.fold import fold_sequence, rowsites, split  # noqa: E402
+from contextfold.rules import JointPostNorm  # noqa: E402
+from contextfold.runtime import materialised, run  # noqa: E402
+from sequences import POSITIONS, measure_sequences  # noqa: E402
+
+TOLERANCES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
+"""Relative Frobenius errors of every matrix edit."""
+
+CONTEXT = 200
+LENGTHS = (32, 64, 128, 256, 512, 1024)
+RUNS = 3
+
+
+def families(types: list[str]) -> None:
+    """Rows are written as they come, and take the place of those measured before."""
+    path = FOLDER / "sequences.json"
+    rows = json.loads(path.read_text())["model_types"] if path.exists() else {}
+    covered = {name for family in FAMILIES for name in family.model_types}
+    for name in types or [name for name in zoo.MODEL_TYPES if name in covered]:
+        rows[name] = _row(name)
+        worst = max((entry.get("gap") or 0.0 for entry in rows[name]["positions"].values()), default=0.0)
+        reasons = {entry["reason"] for entry in rows[name]["positions"].values()}
+        print(f"{name:28} {worst:8.1e}  {', '.join(sorted(reasons))[:80]}", flush=True)  # noqa: T201
+        content = {
+            "unit": "gap of the logits at all positions, as a fraction of the unpatched gap; float64, weights written",
+            "exact": sum(all(entry["exact"] for entry in row["positions"].values()) for row in rows.values()),
+            "model_types": dict(sorted(rows.items())),
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _row(model_type: str) -> dict[str, Any]:
+    positions = {}
+    for n in POSITIONS:
+        try:
+            found = measure_sequences(model_type, (n,))[n]
+        except (ContextfoldError, ImportError, MemoryError, RuntimeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+            positions[str(n)] = {"exact": False, "gap": None, "reason": reason}
+            continue
+        positions[str(n)] = {
+            "exact": found.exact, "gap": found.ratio, "unpatched": found.unpatched, "limit": found.limit,
+            "outcomes": list(found.outcomes), "reason": "" if found.exact else ", ".join(found.outcomes),
+        }  # fmt: skip
+    return {"positions": positions}
+
+
+def recompress() -> None:
+    """One patch for 64 positions on each built-in model, its edits narrowed step by step."""
+    found = {}
+    for name in ("smollm2", "gemma3-270m"):
+        loaded = models.load(name)
+        answer = " ".join((TEXTS / "answer.txt").read_text().split()[: WORDS[64]])
+        ids = prompts.encode(loaded.tokenizer, (TEXTS / "note.txt").read_text(), answer)
+        bound = bind(loaded.model)
+        folded = fold_sequence(bound, ids.context, ids.query)
+        n = ids.query.numel()
+        unpatched = run(bound.model, folded.split.reduced, last=n)
+        rows = []
+        for tol in TOLERANCES:
+            small = folded.patch.recompress(tol)
+            with materialised(bound, small):
+                logits = run(bound.model, folded.split.reduced, last=n)
+            ranks = [edit.delta.rank for edit in small.edits.values() if hasattr(edit, "delta")]
+            rows.append({
+                "tol": tol, "mean_rank": statistics.mean(ranks), "bytes": small.nbytes,
+                "top1_matches": int((logits.argmax(1) == folded.in_context.argmax(1)).sum()),
+                "worst_logit_gap": float((logits - folded.in_context).abs().max()),
+            })  # fmt: skip
+        gap = float((unpatched - folded.in_context).abs().max())
+        found[name] = {"tokens": n, "unpatched_logit_gap": gap, "bytes": folded.patch.nbytes, "rows": rows}
+    (FOLDER / "recompress.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+@contextmanager
+def solving() -> Iterator[list[float]]:
+    """The seconds that solves take while the `with` lasts, as they come."""
+    spent: list[float] = []
+
+    def timed(solve: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            answer = solve(*arguments, **named)
+            spent.append(time.perf_counter() - started)
+            return answer
+
+        return call
+
+    with (
+        patch.object(rowsites, "min_norm_update", timed(rowsites.min_norm_update)),
+        patch.object(JointPostNorm, "solve", timed(JointPostNorm.solve)),
+    ):
+        yield spent
+
+
+def cost(names: list[str]) -> None:
+    """A row per model and length, written as they come."""
+    path = FOLDER / "sequence-cost.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for name in names or ["smollm2", "gemma3-270m"]:
+        rows = [row for row in rows if row["model"] != name]
+        for n in LENGTHS:
+            rows.append({"model": name, "context": CONTEXT, "positions": n, **_cost(bound_model(name), n)})
+            print(rows[-1], flush=True)  # noqa: T201
+            path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+def _cost(bound: Bound, n: int) -> dict[str, Any]:
+    """Two forwards and a fold alternate in one process; the solves are timed inside the fold."""
+    context, query = random_ids(bound, CONTEXT), random_ids(bound, n)
+    parts = split(bound, context, query)
+    folded = fold_sequence(bound, context, query)  # warms up, and takes the fingerprint
+    runs = []
+    for _ in range(RUNS):
+        forwards = seconds(lambda: (run(bound.model, parts.full), run(bound.model, parts.reduced)))
+        with solving() as solves:
+            whole = seconds(lambda: fold_sequence(bound, context, query))
+        runs.append((forwards, sum(solves), whole))
+    reset_peak()
+    before = peak_bytes()
+    fold_sequence(bound, context, query)
+    peak = peak_bytes()
+    ratios = [whole / (forwards + solved) for forwards, solved, whole in runs]
+    return {
+        "threads": torch.get_num_threads(), "fold_over_forwards_and_solves": statistics.median(ratios),
+        "from": min(ratios), "to": max(ratios),
+        "solves_over_forwards": statistics.median(solved / forwards for forwards, solved, _ in runs),
+        "solve_seconds_per_layer": statistics.median(solved for _, solved, _ in runs) / len(bound.blocks),
+        "extra_peak_bytes": peak - before, "patch_bytes": folded.patch.nbytes,
+        "outcomes": sorted({layer.outcome for layer in folded.layers}),
+    }  # fmt: skip
+
+
+def table() -> str:
+    """Markdown: recompression, then cost."""
+    lines = ["| model | tol | mean rank | bytes left | same token | worst gap |", "|---|---|---|---|---|---|"]
+    for name, found in json.loads((FOLDER / "recompress.json").read_text()).items():
+        lines += [
+            f"| {name} | {row['tol']:.0e} | {row['mean_rank']:.0f} | {row['bytes'] / found['bytes']:.0%} | "
+            f"{row['top1_matches']} / {found['tokens']} | {row['worst_logit_gap']:.2g} |"
+            for row in found["rows"]
+        ]
+    lines += [
+        "",
+        "| model | positions | fold / (two forwards + solves) | solves / two forwards | solves, s per layer | MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in json.loads((FOLDER / "sequence-cost.json").read_text())["rows"]:
+        lines.append(
+            f"| {row['model']} | {row['positions']} | {row['fold_over_forwards_and_solves']:.2f} | "
+            f"{row['solves_over_forwards']:.2f} | {row['solve_seconds_per_layer']:.3f} | "
+            f"{row['patch_bytes'] / 1e6:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    match sys.argv[1:]:
+        case ["families", *types]:
+            families(types)
+        case ["recompress"]:
+            recompress()
+        case ["cost", *names]:
+            cost(names)
+        case ["table"]:
+            sys.stdout.write(table())
+        case _:
+            raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
