@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from contextfold.anatomy import Bound, Dense, Experts, Family, Mixer, Sites, Tap, Wiring
+from contextfold.anatomy.block import stored_shape
 from contextfold.anatomy.layer import holds, names_in, required
 from contextfold.calculus import (
     Affine,
@@ -99,7 +100,7 @@ class _Form:
 
     def linear(self, name: str) -> list[Expression]:
         module = self.layer.get_submodule(name)
-        rows, columns = module.get_parameter("weight").shape
+        rows, columns = stored_shape(module)
         # GPT-2 and its kin store (in, out) in a class of this name.
         turned = type(module).__name__ == "Conv1D"
         inputs, outputs = (rows, columns) if turned else (columns, rows)
@@ -188,7 +189,7 @@ class _Form:
         """Of a parameter by its own name, or of the weight of a module."""
         owner, _, parameter = name.rpartition(".")
         stored = self.layer.get_submodule(owner)._parameters.get(parameter)
-        return self.layer.get_submodule(name).get_parameter("weight").shape if stored is None else stored.shape
+        return torch.Size(stored_shape(self.layer.get_submodule(name))) if stored is None else stored.shape
 
 
 def _given(tap: Tap) -> Given:

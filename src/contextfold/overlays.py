@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from contextfold.anatomy import first_tensor
-from contextfold.errors import NotControllable
+from contextfold.anatomy.block import is_plain
+from contextfold.errors import NotControllable, UnsupportedModel
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Site
@@ -58,9 +59,12 @@ class Overlay(ABC):
         with ExitStack() as stack:
             for site in self._sites:
                 owner = self._model.get_submodule(site.module)
-                parameter = owner.get_parameter(site.parameter)
-                self._originals[site] = (parameter, parameter.data)
-                stack.callback(_set_data, parameter, parameter.data)
+                stored = owner._parameters.get(site.parameter)
+                if stored is None or not is_plain(stored):
+                    self._prepare_quantised(stack, site, owner)
+                    continue
+                self._originals[site] = (stored, stored.data)
+                stack.callback(_set_data, stored, stored.data)
                 self._prepare(stack, site, owner)
             self._stack = stack.pop_all()
         return self
@@ -81,6 +85,13 @@ class Overlay(ABC):
         part = site.matrix(parameter.data)
         edit.write(part, site.matrix(original))
         _check_finite(site, part)
+
+    def _prepare_quantised(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
+        """The same where the weight is stored in another form. Raises `UnsupportedModel` unless it can stay."""
+        raise UnsupportedModel(
+            f"{site.name} of a {type(owner).__name__} is quantised, so no edit can be written into it; let the patch "
+            "act beside the weights (fold with written=False, then `applied`), or load the model unquantised"
+        )
 
     @abstractmethod
     def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
@@ -136,12 +147,15 @@ class InTurn(Overlay):
 
 
 class Action(InTurn):
-    """Edits of plain linear maps act beside the module, whose weight stays; the rest is written in turn."""
+    """Edits of linear maps act beside the module, whose weight stays, quantised or not; the rest is written in turn."""
 
     def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
         if site.expert is not None or not is_plain_map(owner):
             super()._prepare(stack, site, owner)
-            return
+        else:
+            self._prepare_quantised(stack, site, owner)
+
+    def _prepare_quantised(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
         stack.callback(owner.register_forward_hook(partial(self._act, site), with_kwargs=True).remove)
 
     def _act(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
 from contextfold.anatomy import rows as first_rows
+from contextfold.anatomy.block import stored_shape
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
@@ -218,7 +219,7 @@ def check_match(model: nn.Module, fingerprint: str, patch: Patch) -> None:
 
 def _check_shape(model: nn.Module, site: Site, edit: Edit) -> None:
     try:
-        stored = model.get_submodule(site.module).get_parameter(site.parameter).shape
+        stored = torch.Size(stored_shape(model.get_submodule(site.module), site.parameter))
     except AttributeError as error:
         raise PatchMismatch(f"the patch edits {site.name}, which this model does not have") from error
     wanted: tuple[int, ...]

@@ -18,65 +18,6 @@ from contextfold.errors import InputError, ProbeFailed, UnsupportedModel
 from tiny import bits, build
 
 DOORS = pytest.mark.parametrize("door", [bind, discover], ids=["bind", "discover"])
-MAP = "model.layers.1.mlp.down_proj"
-
-
-class Rounded(nn.Linear):
-    """Floating-point weights that are quantised whenever they are used."""
-
-    def forward(self, x):
-        return F.linear(x, (self.weight * 8).round() / 8, self.bias)
-
-
-class Int8(nn.Linear):
-    """Weights stored in eighths."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype) / 8, self.bias)
-
-
-class Float8(nn.Linear):
-    """Weights of a dtype that is floating-point, and too narrow to be edited."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
-
-
-class Packed(torch.Tensor):
-    """A tensor that says it is bfloat16 and keeps something else, as quantising libraries have them."""
-
-
-def quantised(kind, store):
-    model = build("llama", torch.float32)
-    linear = model.get_submodule(MAP)
-    linear.__class__ = kind
-    linear.weight = nn.Parameter(store(linear.weight.data), requires_grad=False)
-    return model
-
-
-@DOORS
-@pytest.mark.parametrize(
-    ("kind", "store", "message"),
-    [
-        (Int8, lambda w: (w * 8).round().to(torch.int8), r"of a Int8 is quantised: .* torch\.int8"),
-        (Float8, lambda w: w.to(torch.float8_e4m3fn), r"of a Float8 is quantised: .* torch\.float8_e4m3fn"),
-        (nn.Linear, lambda w: w.as_subclass(Packed), r"of a Linear is quantised: .* in a Packed"),
-        (Rounded, lambda w: w, r"a Rounded: quantised or wrapped\?\) is not W_out h \+ b"),
-    ],
-)
-def test_quantised_weights_are_refused(door, kind, store, message):
-    """Materialised edits would be rounded away, so no patch is offered at all; the message says what to load."""
-    with pytest.raises(UnsupportedModel, match=message) as refused:
-        door(quantised(kind, store))
-    assert MAP in str(refused.value)
-
-
-def test_quantised_experts_are_refused():
-    model = zoo.build("qwen2_moe")
-    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen2MoeExperts")
-    experts.down_proj = nn.Parameter((experts.down_proj.data * 8).to(torch.int8), requires_grad=False)
-    with pytest.raises(UnsupportedModel, match=r"experts\.down_proj of a Qwen2MoeExperts is quantised"):
-        bind(model)
 
 
 def a_whole(model):

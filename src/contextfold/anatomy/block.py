@@ -51,19 +51,18 @@ def rows(value: Tensor) -> Tensor:
 
 
 def is_plain(stored: Tensor | None) -> bool:
-    """Whether edits can be written where these weights lie: quantised ones have another dtype, or are no mere tensor."""
+    """Whether edits can be written where these weights lie: quantised ones have another dtype, or are no tensor."""
     return stored is not None and stored.dtype in TOLERANCE and type(stored.data) is Tensor
 
 
 def stored_shape(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
-    """Shape of a parameter; of a quantised one, that of the map `(out, in)` that it stands for.
+    """Shape of a parameter; of a quantised weight, that of the map `(out, in)` that it stands for.
 
     Raises `AttributeError` where there is none.
     """
-    stored = module._parameters.get(parameter)
-    if stored is not None and is_plain(stored):
-        return tuple(stored.shape)
-    return (int(module.out_features), int(module.in_features))  # type: ignore[arg-type]
+    if parameter == "weight" and not is_plain(module._parameters.get(parameter)):
+        return (int(module.out_features), int(module.in_features))  # type: ignore[arg-type]
+    return tuple(module.get_parameter(parameter).shape)
 
 
 @dataclass(frozen=True, eq=False)

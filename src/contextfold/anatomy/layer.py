@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Norm, Reading
+from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Norm, QuantisedMap, Reading, is_plain
 from contextfold.anatomy.proof import TOLERANCE
 from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Sites, Tap, Wiring, given_by, read_by
 from contextfold.errors import UnsupportedModel
@@ -147,16 +147,26 @@ class _Binder:
         return sum(products, torch.zeros((), dtype=torch.float64))
 
     def linear(self, name: str) -> LinearMap:
-        """A map with its own module: `weight (out, in)`, or (in, out) in a `Conv1D`."""
+        """A map with its own module: `weight (out, in)`, or (in, out) in a `Conv1D`; or one that tells its sizes."""
         module = self.layer.get_submodule(name)
         weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2:
-            raise UnsupportedModel(
-                f"{self.path}.{name} is a {type(module).__name__}, not a plain linear map with a weight (quantised or "
-                "wrapped?); load the model unquantised and unwrapped"
-            )
-        _check_plain(f"{self.path}.{name}", module, weight)
-        return LinearMap(Site(self.index, f"{self.path}.{name}", transposed=isinstance(module, Conv1D)), module)
+        site = Site(self.index, f"{self.path}.{name}", transposed=isinstance(module, Conv1D))
+        if weight is not None and is_plain(weight) and weight.dim() == 2:
+            return LinearMap(site, module)
+        if not is_plain(weight) and {"in_features", "out_features"} <= vars(module).keys():
+            return QuantisedMap(site, module, self.beside)
+        raise UnsupportedModel(
+            f"{site.module} is a {type(module).__name__}, not a plain linear map with a weight, nor a quantised one "
+            "that tells its in_features and out_features (wrapped?); load the model unwrapped"
+        )
+
+    @property
+    def beside(self) -> Tensor:
+        """A parameter that is not quantised; norms never are."""
+        plain = [p.data for p in self.layer.parameters() if is_plain(p)]
+        if not plain:
+            raise UnsupportedModel(f"{self.path} has no weight that tells in which dtype quantised maps compute")
+        return plain[0]
 
     def maps(self, name: str, packed: str | None, transposed: bool) -> tuple[LinearMap, ...]:
         """Maps by the name of a module, or all slices of a stacked parameter by the name of the parameter."""
@@ -164,7 +174,9 @@ class _Binder:
         module = self.layer.get_submodule(owner)
         stored = module._parameters.get(parameter)
         if stored is None:
-            return (self.linear(name),)
+            linear = self.linear(name)
+            _check_plain(linear.site.name, linear.module, linear.module._parameters.get("weight"))
+            return (linear,)
         where = f"{self.path}.{owner}"
         _check_plain(f"{where}.{parameter}", module, stored)
         if stored.dim() == 2 and packed is None:
@@ -186,13 +198,12 @@ class _Binder:
         return Norm(Site(self.index, where), module, eps, _offset(where, module, eps))
 
 
-def _check_plain(where: str, module: nn.Module, stored: nn.Parameter) -> None:
-    """Edits are written where the weights lie; in quantised ones they would be lost, or not be linear any more."""
-    if stored.dtype not in TOLERANCE or type(stored.data) is not Tensor:
+def _check_plain(where: str, module: nn.Module, stored: Tensor | None) -> None:
+    """Inside a mixture edits are lent by writing them, since what an expert reads passes no module of its own."""
+    if not is_plain(stored):
         raise UnsupportedModel(
-            f"{where} of a {type(module).__name__} is quantised: it is stored as {stored.dtype} in a "
-            f"{type(stored.data).__name__}, where no edit can be written; load the model unquantised, in one of "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in TOLERANCE)}"
+            f"{where} of a {type(module).__name__} is quantised, and edits of experts have to be written; load the "
+            f"model unquantised, in one of {', '.join(str(dtype).removeprefix('torch.') for dtype in TOLERANCE)}"
         )
 
 

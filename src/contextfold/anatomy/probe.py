@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from contextfold.anatomy.bind import Bound, resolve
-from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Reading, first_output, first_tensor
+from contextfold.anatomy.block import (
+    Block,
+    DenseBlock,
+    ExpertBlock,
+    LinearMap,
+    QuantisedMap,
+    Reading,
+    first_output,
+    first_tensor,
+)
 from contextfold.anatomy.closure import prove_closed
 from contextfold.anatomy.experts import Call
 from contextfold.anatomy.proof import Limits, seen_once
@@ -148,8 +157,7 @@ class _Probe:
         self._check_sum(branch.double(), t)
         if block.attention_output is not None:
             attention = t["o"] if block.norm_attention is None else t["on"]
-            where = _output_of(block.attention_output)
-            self.limits.same(where, "W_o a + b", t["o"], block.attention_output.exact(t["a"]))
+            self._check_map(block.attention_output, "W_o a + b", t["o"], t["a"])
             self.limits.same("v", "x + attention branch", t["r0"], t["x"].double() + attention.double())
 
     def _expected(self) -> set[str]:
@@ -180,14 +188,18 @@ class _Probe:
     def _check_dense(self, block: DenseBlock, t: dict[str, Tensor]) -> None:
         for k, linear in enumerate(block.input_maps):
             self.limits.same(f"input of {linear.site.module}", "z, read by all input maps", t[f"z{k}"], t["z0"])
-            form = linear.exact(t[f"z{k}"])
-            self.limits.same(_output_of(linear), "W z + b", t[f"i{k}"], form)
+            self._check_map(linear, "W z + b", t[f"i{k}"], t[f"z{k}"])
         if block.norm_pre is not None and block.input_maps:
             self.limits.same("z", "the output of the norm before the MLP", t["z0"], t["z"])
         if block.input_maps:
             h = t["h"].reshape(2, -1, t["h"].shape[-1]) if t["h"].dim() == 2 else t["h"]
             self.limits.same("h with reversed input maps", "h reversed", h[1], h[0].flip(0))
-        self.limits.same(_output_of(block.output_map), "W_out h + b", t["p"], block.output_map.exact(t["h"]))
+        self._check_map(block.output_map, "W_out h + b", t["p"], t["h"])
+
+    def _check_map(self, linear: LinearMap, form: str, met: Tensor, inputs: Tensor) -> None:
+        """A quantised map is linear if it rounds its weights, but not if it rounds what it reads to a few bits too."""
+        limits = self.limits.rounded_once() if isinstance(linear, QuantisedMap) else self.limits
+        limits.same(_output_of(linear), form, met, linear.exact(inputs))
 
     def _check_sum(self, branch: Tensor, t: dict[str, Tensor]) -> None:
         block = self.block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class Limits:
     @classmethod
     def of(cls, block: str, dtype: torch.dtype) -> Limits:
         return cls(block, TOLERANCE.get(dtype, 0.0), torch.finfo(dtype).eps / 2)
+
+    def rounded_once(self) -> Limits:
+        """For values between which there is no more than one rounding of the result."""
+        return replace(self, relative=max(2 * self.unit, TOLERANCE[torch.float32]))
 
     def same(self, what: str, form: str, met: Tensor, rebuilt: Tensor) -> None:
         """Raises `ProbeFailed` when shapes differ or the relative error is too large."""
