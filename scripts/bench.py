@@ -7,7 +7,9 @@ python scripts/bench.py peak WAY MODEL CONTEXT   # one process, one way of decod
 The two sides of a ratio alternate, step by step or call by call, so that a busy machine slows both. Cases:
 
 a  a step of stepwise generation over a step of plain cached greedy decoding; with and without the proofs
-b  the naive algorithm (full recompute for every token) over a step of stepwise generation, proofs included
+b  the naive algorithm (full recompute for every token) over a step of stepwise generation, with and without proofs;
+   as printed, the full pass is a plain call of the model, which computes logits at every position; spared, it is asked
+   for the last ones only. And the bound of both: the full pass alone, so spared, over a step of plain decoding
 c  folding for a query over one plain forward of context and query
 d  decoding with a stored patch, as action and written, over decoding without
 e  peak memory of each way over that of plain decoding
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,8 @@ import torch
 
 from contextfold import models
 from contextfold.anatomy import Bound, bind
-from contextfold.fold import fold_token, split
-from contextfold.runtime import Decoder, applied, materialised, run
+from contextfold.fold import TokenTargets, fold_token, split
+from contextfold.runtime import Decoder, applied, materialised, recording, run
 from contextfold.stepwise import generate
 
 ROOT = Path(__file__).parents[1]
@@ -126,22 +129,37 @@ def against_naive(model: str, context: int, runs: int) -> Ratios:
     """(b)."""
     bound = bound_model(model)
     ids = random_ids(bound, context)
+    full = split(bound, ids[:-1], ids[-1:], keep=()).full
 
-    def naive() -> None:
-        folded = fold_token(bound, ids[:-1], ids[-1:], keep=())
+    def naive(targets: TokenTargets | None = None) -> None:
+        folded = fold_token(bound, ids[:-1], ids[-1:], keep=(), targets=targets)
         with materialised(bound, folded.patch):
             run(bound.model, folded.split.reduced)
 
-    naive()
-    found: Ratios = {"b naive / stepwise, unproven steps": [], "b naive / stepwise, proofs included": []}
+    def as_printed() -> None:
+        with recording(bound.blocks, slice(-1, None), "zyt") as states:
+            logits = bound.model(full.ids[None]).logits[0, -1]
+        naive(TokenTargets(full, bound.weights, logits, tuple(states)))
+
+    naive(), as_printed()
+    found: Ratios = {
+        f"b naive, {way} / stepwise, {which}": []
+        for way in ("as printed", "spared")
+        for which in ("unproven steps", "proofs included")
+    }
+    found["b full pass / plain step"] = []
+    plain = plain_steps(bound, ids)
     folded = generate(bound, ids, tokens=runs * PROVE_EVERY + 1, prove_every=PROVE_EVERY)
-    next(folded)
+    next(folded), next(plain)
     for _ in range(runs):
-        recomputed = seconds(naive)
+        spent = {"as printed": seconds(as_printed), "spared": seconds(naive)}
         bare = seconds(lambda: [next(folded) for _ in range(PROVE_EVERY - 1)])
-        steps = bare + seconds(lambda: next(folded))
-        found["b naive / stepwise, unproven steps"].append(recomputed * (PROVE_EVERY - 1) / bare)
-        found["b naive / stepwise, proofs included"].append(recomputed * PROVE_EVERY / steps)
+        with_proof = bare + seconds(lambda: next(folded))
+        for way, recomputed in spent.items():
+            found[f"b naive, {way} / stepwise, unproven steps"].append(recomputed * (PROVE_EVERY - 1) / bare)
+            found[f"b naive, {way} / stepwise, proofs included"].append(recomputed * PROVE_EVERY / with_proof)
+        alone = seconds(lambda: run(bound.model, full))
+        found["b full pass / plain step"].append(alone * 8 / seconds(lambda: [next(plain) for _ in range(8)]))
     return found
 
 
@@ -172,9 +190,10 @@ def reuse(model: str, context: int, runs: int) -> Ratios:
     found: Ratios = {"d patch as action / base": [], "d patch written / base": []}
     for k in range(runs + 1):
         spent = {}
-        for name, way in ways.items():
-            with way():
-                spent[name] = seconds(lambda name=name: [next(steps[name]) for _ in range(8)])
+        for name in list(ways)[k % 3 :] + list(ways)[: k % 3]:  # each goes first in turn
+            with ways[name]():
+                next(steps[name])  # what comes first finds the caches full of something else
+                spent[name] = seconds(lambda name=name: [next(steps[name]) for _ in range(4)])
         if k:  # the first round warms up
             found["d patch as action / base"].append(spent["action"] / spent["base"])
             found["d patch written / base"].append(spent["written"] / spent["base"])
@@ -235,19 +254,16 @@ def peak_bytes() -> int:
 def cases() -> Iterator[Case]:
     every = torch.get_num_threads()
     for threads in sorted({1, every}):
+        for model, context in product(MODELS, CONTEXTS if threads == 1 else CONTEXTS[1:2]):
+            sizes = {"context": context}
+            here, asked = f"{model} {context}", {**sizes, "query": QUERY}
+            yield Case(f"a {here}", model, sizes, threads, lambda m=model, c=context: against_plain(m, c, 3))
+            yield Case(f"c {here}", model, asked, threads, lambda m=model, c=context: query_fold(m, c, 5))
+            if context == 512:
+                yield Case(f"b {here}", model, sizes, threads, lambda m=model, c=context: against_naive(m, c, 3))
         for model in MODELS:
-            for context in CONTEXTS:
-                sizes = {"context": context}
-                yield Case(
-                    f"a {model} {context}", model, sizes, threads, lambda m=model, c=context: against_plain(m, c, 2)
-                )
-            yield Case(f"b {model}", model, {"context": 512}, threads, lambda m=model: against_naive(m, 512, 2))
-            for context in CONTEXTS[:2] if threads > 1 else CONTEXTS:
-                sizes = {"context": context, "query": QUERY}
-                yield Case(
-                    f"c {model} {context}", model, sizes, threads, lambda m=model, c=context: query_fold(m, c, 3)
-                )
-            yield Case(f"d {model}", model, {"context": 128, "query": QUERY}, threads, lambda m=model: reuse(m, 128, 5))
+            sizes = {"context": 128, "query": QUERY}
+            yield Case(f"d {model}", model, sizes, threads, lambda m=model: reuse(m, 128, 15))
     for model in MODELS:
         yield Case(f"e {model}", model, {"context": 512}, every, lambda m=model: memory(m, 512))
     grown = [(8, 512, 128), (8, 512, 512), (8, 512, 2048), (4, 512, 512), (16, 512, 512), (8, 256, 512), (8, 1024, 512)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from contextfold.patchfile import save as save_patch
     from contextfold.prompts import encode
     from contextfold.runtime import applied, materialised, run
+    from contextfold.stepwise import generate
     from contextfold.verify import Prompt, Verdict, fold_and_prove, verify_patch, verify_prompts
 
 _HOME = {
@@ -37,6 +38,7 @@ _HOME = {
     "encode": ("prompts", "encode"),
     "fold_and_prove": ("verify", "fold_and_prove"),
     "fold_token": ("fold", "fold_token"),
+    "generate": ("stepwise", "generate"),
     "load": ("models", "load"),
     "load_patch": ("patchfile", "load"),
     "materialised": ("runtime", "materialised"),
@@ -62,6 +64,7 @@ __all__ = [
     "encode",
     "fold_and_prove",
     "fold_token",
+    "generate",
     "load",
     "load_patch",
     "materialised",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy import Block, Bound, DenseBlock, first_output
+from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
 from contextfold.runtime import BlockState, before
@@ -114,8 +114,8 @@ class _Joint:
         *others, last = self._ends()
         for module in others:
             stack.callback(module.register_forward_hook(self._same).remove)
-        stack.callback(last.register_forward_hook(self._join).remove)
-        if isinstance(block, DenseBlock):
+        stack.callback(last.register_forward_hook(self._join, with_kwargs=True).remove)
+        if isinstance(block, DenseBlock) and last is not block.output_map.module:
             stack.callback(before(block.output_map.module, partial(setattr, self, "source")).remove)
         if prove:
             if block.reads_z is not None:
@@ -134,8 +134,10 @@ class _Joint:
         first = first_output(output)[: self.rows]
         return _with_first(output, torch.cat([first, first]))
 
-    def _join(self, module: nn.Module, args: object, output: Any) -> Any:
+    def _join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """`g = g_C + (r_C − r) / alpha` for the second half."""
+        if isinstance(self.block, DenseBlock) and module is self.block.output_map.module:
+            self.source = first_tensor(args, kwargs)
         first = first_output(output)[: self.rows]
         gap = reduce(torch.add, map(self._lost, self.parts))
         g = first.to(self.wide) + gap.reshape(first.shape)
