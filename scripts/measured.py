@@ -23,6 +23,14 @@ TEXTS = ROOT / "scripts" / "texts"
 WORDS = {64: 55, 256: 219, 512: 448}
 """Words of the answer that make about so many tokens; the files say how many there really were."""
 
+VARIANTS = {
+    "all": ["--sites", "all"],
+    "attention": ["--sites", "attention"],
+    "typical": ["--typical", "@scripts/texts/typical.txt"],
+    "attention-typical": ["--sites", "attention", "--typical", "@scripts/texts/typical.txt"],
+}
+"""Of one patch for a sequence: other sites, and the whitened form."""
+
 
 def commands() -> dict[str, list[str]]:
     """File name -> arguments of `contextfold`."""
@@ -43,6 +51,8 @@ def commands() -> dict[str, list[str]]:
             found[f"sequence-{model}-{size}"] = [
                 "fold", model, "--context", "@scripts/texts/note.txt", "--query", query, "--positions", "all", "--json",
             ]  # fmt: skip
+    for name, options in VARIANTS.items():
+        found[f"sequence-smollm2-64-{name}"] = [*found["sequence-smollm2-64"], *options]
     return found
 
 

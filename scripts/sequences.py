@@ -3,7 +3,7 @@
 python scripts/sequences.py families [TYPE ...]  # every type, 1, 4 and 16 positions: docs/measured/sequences.json
 python scripts/sequences.py recompress           # what dropped singular values cost: docs/measured/recompress.json
 python scripts/sequences.py cost [MODEL ...]     # against two forwards, time, memory: docs/measured/sequence-cost.json
-python scripts/sequences.py table                # the tables of docs/numerics.md from the last two files
+python scripts/sequences.py table                # these, and those of measured.py, as in docs/numerics.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402 (the path and the environment come first)
 from bench import bound_model, peak_bytes, random_ids, reset_peak, seconds  # noqa: E402
-from measured import FOLDER, TEXTS, WORDS  # noqa: E402
+from measured import FOLDER, TEXTS, WORDS, commands  # noqa: E402
 
 import zoo  # noqa: E402
 from contextfold import models, prompts  # noqa: E402
@@ -43,7 +43,8 @@ TOLERANCES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 CONTEXT = 200
 LENGTHS = (32, 64, 128, 256, 512, 1024)
-RUNS = 3
+RUNS, LONG = 3, 256
+"""From so many positions on a fold takes long enough to be measured once."""
 
 
 def families(types: list[str]) -> None:
@@ -56,12 +57,10 @@ def families(types: list[str]) -> None:
         worst = max((entry.get("gap") or 0.0 for entry in rows[name]["positions"].values()), default=0.0)
         reasons = {entry["reason"] for entry in rows[name]["positions"].values()}
         print(f"{name:28} {worst:8.1e}  {', '.join(sorted(reasons))[:80]}", flush=True)  # noqa: T201
-        content = {
-            "unit": "gap of the logits at all positions, as a fraction of the unpatched gap; float64, weights written",
-            "exact": sum(all(entry["exact"] for entry in row["positions"].values()) for row in rows.values()),
-            "model_types": dict(sorted(rows.items())),
-        }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        exact = sum(all(entry["exact"] for entry in row["positions"].values()) for row in rows.values())
+        unit = "gap of the logits at all positions, as a fraction of the unpatched gap; float64, weights written"
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
+        path.write_text(f'{{\n "unit": "{unit}",\n "exact": {exact},\n "model_types": {{\n{lines}\n }}\n}}\n')
 
 
 def _row(model_type: str) -> dict[str, Any]:
@@ -144,49 +143,73 @@ def _cost(bound: Bound, n: int) -> dict[str, Any]:
     """Two forwards and a fold alternate in one process; the solves are timed inside the fold."""
     context, query = random_ids(bound, CONTEXT), random_ids(bound, n)
     parts = split(bound, context, query)
-    folded = fold_sequence(bound, context, query)  # warms up, and takes the fingerprint
+    fold_sequence(bound, context, query[:8])  # warms up, and takes the fingerprint
     runs = []
-    for _ in range(RUNS):
-        forwards = seconds(lambda: (run(bound.model, parts.full), run(bound.model, parts.reduced)))
-        with solving() as solves:
-            whole = seconds(lambda: fold_sequence(bound, context, query))
-        runs.append((forwards, sum(solves), whole))
     reset_peak()
     before = peak_bytes()
-    fold_sequence(bound, context, query)
-    peak = peak_bytes()
+    for _ in range(RUNS if n < LONG else 1):
+        forwards = seconds(lambda: (run(bound.model, parts.full), run(bound.model, parts.reduced)))
+        started = time.perf_counter()
+        with solving() as solves:
+            folded = fold_sequence(bound, context, query)
+        runs.append((forwards, sum(solves), time.perf_counter() - started))
     ratios = [whole / (forwards + solved) for forwards, solved, whole in runs]
     return {
         "threads": torch.get_num_threads(), "fold_over_forwards_and_solves": statistics.median(ratios),
         "from": min(ratios), "to": max(ratios),
         "solves_over_forwards": statistics.median(solved / forwards for forwards, solved, _ in runs),
         "solve_seconds_per_layer": statistics.median(solved for _, solved, _ in runs) / len(bound.blocks),
-        "extra_peak_bytes": peak - before, "patch_bytes": folded.patch.nbytes,
+        "extra_peak_bytes": peak_bytes() - before, "patch_bytes": folded.patch.nbytes,
         "outcomes": sorted({layer.outcome for layer in folded.layers}),
     }  # fmt: skip
 
 
 def table() -> str:
-    """Markdown: recompression, then cost."""
-    lines = ["| model | tol | mean rank | bytes left | same token | worst gap |", "|---|---|---|---|---|---|"]
+    """Markdown: one patch for a sequence, recompression, cost."""
+    parts = (_sequence_lines(), _recompress_lines(), _cost_lines())
+    return "\n".join(line for lines in parts for line in [*lines, ""])
+
+
+def _sequence_lines() -> Iterator[str]:
+    yield "| model | sites | positions | same token | worst gap | as action | without | one rounding | other text |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, arguments in commands().items():
+        path = FOLDER / f"{name}.json"
+        if not name.startswith("sequence") or not path.exists():
+            continue
+        row = json.loads(path.read_text())
+        sites = row["sites"] + (", whitened" if "--typical" in arguments else "")
+        yield (
+            f"| {row['model']} | {sites} | {row['tokens']} | {row['top1_matches']}{'' if row['proven'] else ' (!)'} | "
+            f"{row['worst_logit_gap']:.1e} | {row['action_worst_logit_gap']:.1e} | {row['unpatched_logit_gap']:.0f} | "
+            f"{row['perturbed_top1_matches']}, {row['perturbed_worst_logit_gap']:.1e} | "
+            f"{row['elsewhere']['mean_kl_nats']:.2g} nats |"
+        )
+
+
+def _recompress_lines() -> Iterator[str]:
+    yield "| model | tol | mean rank | bytes left | same token | worst gap |"
+    yield "|---|---|---|---|---|---|"
     for name, found in json.loads((FOLDER / "recompress.json").read_text()).items():
-        lines += [
-            f"| {name} | {row['tol']:.0e} | {row['mean_rank']:.0f} | {row['bytes'] / found['bytes']:.0%} | "
-            f"{row['top1_matches']} / {found['tokens']} | {row['worst_logit_gap']:.2g} |"
-            for row in found["rows"]
-        ]
-    lines += [
-        "",
-        "| model | positions | fold / (two forwards + solves) | solves / two forwards | solves, s per layer | MB |",
-        "|---|---|---|---|---|---|",
-    ]
+        for row in found["rows"]:
+            yield (
+                f"| {name} | {row['tol']:.0e} | {row['mean_rank']:.0f} | {row['bytes'] / found['bytes']:.0%} | "
+                f"{row['top1_matches']} / {found['tokens']} | {row['worst_logit_gap']:.2g} |"
+            )
+
+
+def _cost_lines() -> Iterator[str]:
+    yield (
+        "| model | positions | fold / (two forwards + solves) | solves / two forwards | solves, s per layer | "
+        "peak, MB | patch, MB |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for row in json.loads((FOLDER / "sequence-cost.json").read_text())["rows"]:
-        lines.append(
+        yield (
             f"| {row['model']} | {row['positions']} | {row['fold_over_forwards_and_solves']:.2f} | "
             f"{row['solves_over_forwards']:.2f} | {row['solve_seconds_per_layer']:.3f} | "
-            f"{row['patch_bytes'] / 1e6:.0f} |"
+            f"{row['extra_peak_bytes'] / 1e6:.0f} | {row['patch_bytes'] / 1e6:.0f} |"
         )
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
