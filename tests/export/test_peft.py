@@ -156,6 +156,15 @@ def test_ranks_that_no_server_takes_are_refused():
             PeftFolder(uniform_rank=rank)
 
 
+def test_experts_in_one_matrix_are_refused_by_name(tmp_path):
+    bound, folded = fold("dbrx")
+    with pytest.raises(NotExportable, match=r"peft .* does not take this patch .*; export a checkpoint"):
+        export(Source(bound, folded.patch), PeftFolder(), tmp_path / "adapter")
+    with pytest.raises(NotExportable, match=r"ffn\.experts\.mlp\.\w+ holds several experts in one matrix"):
+        export(Source(bound, folded.patch), PeftFolder(uniform_rank=1), tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_patch_without_a_matrix_is_refused(gemma, tmp_path):
     bound, folded = gemma
     scales = {site: edit for site, edit in folded.patch.edits.items() if not isinstance(edit, MatrixEdit)}

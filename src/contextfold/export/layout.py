@@ -161,7 +161,7 @@ def _stack(name: str, parameter: str, owner: nn.Module, stored: Tensor, edits: M
     PEFT takes q for the input side, or p where the module says of itself that it is transposed.
     """
     E, p, q = stored.shape
-    rank = max(delta.rank for delta in edits.values())
+    rank = max(1, *(delta.rank for delta in edits.values()))
     like = next(iter(edits.values())).A
     swapped = bool(getattr(owner, "is_transposed", False))
     A = like.new_zeros(E, rank, p if swapped else q)
@@ -206,6 +206,11 @@ def _widened(pair: Pair, rank: int | None) -> Pair:
     wanted = max(pair.rank, 1) if rank is None else rank
     if wanted == pair.rank:
         return pair
+    if wanted < pair.rank:  # each edit fits by now, but these share one matrix
+        raise NotExportable(
+            f"{pair.key} holds several experts in one matrix, whose edits together need rank {pair.rank} and not "
+            f"{wanted}; export without --uniform-rank"
+        )
     E = pair.A.shape[0] // pair.rank if pair.rank else 1
     A = pair.A.reshape(E, pair.rank, pair.A.shape[1])
     B = pair.B.reshape(pair.B.shape[0], pair.rank, E)
