@@ -46,6 +46,8 @@ class Observation:
     """Which of the stacked input maps read something that is not zero."""
     hidden: Mapping[int, Tensor]
     """By index of the output map, what it reads times its share in the branch: `s h (f,)`, where that is not zero."""
+    shares: Mapping[int, float]
+    """By the same index, the share s."""
 
     def row(self, columns: Sequence[tuple[int, int]]) -> Tensor:
         """`(1, F)`: the scaled hidden vectors side by side; zeros for maps that this token does not use.
@@ -180,12 +182,13 @@ class _Watch(TorchFunctionMode):
         leaves = [leaf for _, _, leaf, _ in self.found]
         grads = torch.autograd.grad((branch * probe).sum(), leaves, allow_unused=True)
         hidden: dict[int, Tensor] = {}
+        shares: dict[int, float] = {}
         for (k, row, leaf, place), grad in zip(self.found, grads, strict=True):
             if grad is not None:
                 share = self._share(grad.reshape(-1, leaf.shape[-1])[place].double(), probe.double())
                 if share != 0 and _used(row):
-                    hidden[k] = share * row
-        return Observation(branch.detach().double(), frozenset(self.read), hidden)
+                    hidden[k], shares[k] = share * row, share
+        return Observation(branch.detach().double(), frozenset(self.read), hidden, shares)
 
     def _share(self, grad: Tensor, probe: Tensor) -> float:
         share = float(grad @ probe / (probe @ probe))

@@ -143,7 +143,8 @@ def _refusal(
     asked = f"{formula(expression)} cannot absorb a context at {positions} {noun}"
     reasons = list(whole.reasons)
     if services:
-        rules = ", ".join(f"{s.demand.value} by {s.kind.value}" for s in services)
+        always = {True: ", one of them always active", False: ""}
+        rules = ", ".join(f"{s.demand.value} by {s.kind.value}{always[s.shared]}" for s in services)
         possible = sorted({way.kind.value for way in _able(whole.ways, positions)})
         reasons.insert(0, Reason(f"asked for {rules}; possible here: {', '.join(possible) or 'nothing'}"))
     lines = tuple(line for reason in dict.fromkeys(reasons) for line in reason.lines())

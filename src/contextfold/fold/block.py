@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from contextfold.anatomy import (
     ExpertBlock,
     LinearMap,
     Norm,
+    Observation,
     first_output,
     first_tensor,
     observe,
@@ -29,8 +30,8 @@ from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import MatrixEdit, ScaleEdit, Site
-from contextfold.rules import InputWeight, OutputWeight, PostNorm, Reference, refit_scale
-from contextfold.rules.base import NEAR_SINGULAR
+from contextfold.rules import EvenShare, InputWeight, OutputWeight, PostNorm, Reference, SharedExpert, refit_scale
+from contextfold.rules.base import NEAR_SINGULAR, UpdateRule
 from contextfold.rules.linear import Steering, WeightSolution
 from contextfold.rules.postnorm import PostNormSolution
 from contextfold.runtime import BlockState, Overlay, before
@@ -79,6 +80,8 @@ class BlockFold:
     rules: tuple[Reference, Reference | None]
     sizes: Mapping[Site, float]
     """Frobenius norms of the stored maps."""
+    outer: tuple[type[UpdateRule], ...] = ()
+    """The rules that give the wanted branch; of a mixture, how its output maps share it."""
 
     findings: list[Finding] = field(default_factory=list)
     steering: Steering | None = None
@@ -150,13 +153,27 @@ class BlockFold:
         if self.steering is not None and set(seen.hidden) != set(wanted.hidden):
             flipped = len(set(seen.hidden) ^ set(wanted.hidden))
             self.findings.append(Finding(Outcome.EXPERT_FLIP, block.name, "experts that differ", flipped, 0))
-        h = seen.row(seen.columns)
+        columns = [c for c in seen.columns if SharedExpert not in self.outer or block.outputs[c[0]].site.expert is None]
+        h = seen.row(columns)
         if self.sink is not None:
-            h = torch.cat([observe(self.model, block, z[self.sink], call.at(self.sink)).row(seen.columns), h])
+            h = torch.cat([observe(self.model, block, z[self.sink], call.at(self.sink)).row(columns), h])
         delta = self.match_output(h, seen.branch[None])
         if delta is not None:
-            for k, part in split_columns(delta, seen.columns):
+            even = EvenShare in self.outer
+            edits = self._evenly(seen, columns, h, delta(h[-1:])) if even else split_columns(delta, columns)
+            for k, part in edits:
                 self._put_matrix(overlay, block.outputs[k], part)
+
+    def _evenly(
+        self, seen: Observation, columns: Sequence[tuple[int, int]], h: Tensor, change: Tensor
+    ) -> Iterator[tuple[int, LowRank]]:
+        """Every map moves by the same `change / S` of `(1, d)`, which its gate then weighs."""
+        shares = torch.tensor([seen.shares[k] for k, _ in columns], dtype=torch.float64)
+        parts = torch.split(h, [width for _, width in columns], 1)
+        for (k, _), fraction, part in zip(
+            columns, shares / EvenShare.gate_sum(self.block.name, shares), parts, strict=True
+        ):
+            yield k, self._output_weight(part, torch.zeros_like(change), fraction * change)
 
     def _input_matcher(self, linear: LinearMap, overlay: Overlay) -> Callable[[Tensor], None]:
         """`dW = W D`, one D for all input maps (equation sheet, section 3)."""
@@ -192,12 +209,15 @@ class BlockFold:
         """
         self.g = self.block.wanted_branch(self.wanted["t"], [self.parts[k] for k in sorted(self.parts)])
         if self.block.norm_post is None:
-            solution = self._protecting(
-                h, lambda protected: OutputWeight().solve(self.block.name, h[-1:], branch, self.g, protected)
-            )
-            self._note(solution.condition, solution.findings)
-            return solution.delta
+            return self._output_weight(h, branch, self.g)
         return self._through_norm(self.block.norm_post, h, branch)
+
+    def _output_weight(self, h: Tensor, branch: Tensor, g: Tensor) -> LowRank:
+        solution = self._protecting(
+            h, lambda protected: OutputWeight().solve(self.block.name, h[-1:], branch, g, protected)
+        )
+        self._note(solution.condition, solution.findings)
+        return solution.delta
 
     def _through_norm(self, norm: Norm, h: Tensor, branch: Tensor) -> LowRank | None:
         self.numbers["min_abs_u"] = float(norm.unscaled(branch).abs().min())

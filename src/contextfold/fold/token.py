@@ -12,7 +12,8 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from contextfold.anatomy import Bound, bind
+from contextfold.anatomy import Bound, ExpertBlock, bind
+from contextfold.calculus import Expression
 from contextfold.errors import InputError
 from contextfold.fold.block import BlockFold, LayerReport
 from contextfold.fold.header import header_of
@@ -20,12 +21,24 @@ from contextfold.fold.split import SINK, Positions, Spans, Split, split
 from contextfold.fold.targets import TokenTargets, seen
 from contextfold.forms import expressions
 from contextfold.patch import Patch
-from contextfold.rules import REFERENCES, Reference, choose
+from contextfold.rules import (
+    REFERENCES,
+    Choice,
+    EvenShare,
+    LeastNorm,
+    OutputOnly,
+    Reference,
+    SharedExpert,
+    choose,
+)
 from contextfold.runtime import Action, InTurn, run
 
 __all__ = ["DEFAULT_RULE", "Folded", "fold_token", "reference"]
 
 DEFAULT_RULE: Final = REFERENCES[0].name
+
+SHARINGS: Final = (LeastNorm, EvenShare, SharedExpert, OutputOnly)
+"""How the output maps of a mixture may share a wanted change, the default first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +60,20 @@ def reference(name: str) -> Reference:
     raise InputError(f"rule {name!r} is unknown; choose one of {', '.join(r.name for r in REFERENCES)}")
 
 
+def _choices(bound: Bound, rule: str, experts: str | None) -> list[Choice]:
+    """What is planned for every block. Raises `InputError`, and `NoWay` where a block cannot be met as asked."""
+    names = [sharing.name for sharing in SHARINGS]
+    if experts not in (None, *names):
+        raise InputError(f"rule {experts!r} for mixtures of experts is unknown; choose one of {', '.join(names)}")
+    asked = [[rule, experts] if experts and isinstance(block, ExpertBlock) else [rule] for block in bound.blocks]
+    forms = expressions(bound)
+    plans: dict[Expression, Choice] = {}  # most blocks of a model are alike
+    for form, wanted in zip(forms, asked, strict=True):
+        if form not in plans:
+            plans[form] = choose(form, 1, wanted)
+    return [plans[form] for form in forms]
+
+
 def fold_token(
     model: Bound | nn.Module,
     context: Tensor,
@@ -55,6 +82,7 @@ def fold_token(
     keep: Spans = SINK,
     rule: str = DEFAULT_RULE,
     fallback: str | None = None,
+    experts: str | None = None,
     positions: Positions = "absolute",
     written: bool = True,
     targets: TokenTargets | None = None,
@@ -73,6 +101,8 @@ def fold_token(
         rule: reference scale of the post-norm class (`floored`, `theorem`, `appendix`, `scalar`, `flat`); blocks
             without a norm after the MLP have one rule only.
         fallback: rule for blocks where `rule` is undefined; None refuses.
+        experts: rule by which the output maps of a mixture share the wanted change (`experts by least norm`, the
+            default; `experts by even share`; `shared expert alone`; `experts, output only`).
         positions: `absolute` (kept tokens keep theirs) or `renumbered`.
         written: measure on weights that are written and rounded to their dtype, so that the patch is right when
             materialised; False measures the low-rank action instead.
@@ -84,13 +114,12 @@ def fold_token(
     """
     bound = model if isinstance(model, Bound) else bind(model)
     members = (reference(rule), None if fallback is None else reference(fallback))
-    forms = expressions(bound)
-    plans = {form: choose(form, 1, [rule]) for form in dict.fromkeys(forms)}  # most blocks of a model are alike
-    choices = [plans[form] for form in forms]
+    choices = _choices(bound, rule, experts)
     parts = split(bound, context, query, keep, positions)
     wanted = seen(bound, parts.full) if targets is None else targets.check(bound, parts)
+    sizes = wanted.weights.sizes
     folds = [
-        BlockFold(bound.model, block, state, parts.sink, members, wanted.weights.sizes, inner_skipped=not choice.inner)
+        BlockFold(bound.model, block, state, parts.sink, members, sizes, choice.outer, inner_skipped=not choice.inner)
         for block, state, choice in zip(bound.blocks, wanted.states, choices, strict=True)
     ]
     sites = [site for block in bound.blocks for site in block.sites]

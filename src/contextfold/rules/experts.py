@@ -138,9 +138,7 @@ class EvenShare(UpdateRule):
         """
         finite(where, gates=experts.gates, hidden=experts.hidden, g=g)
         gates = experts.gates[0].double()
-        S, limit = float(gates.sum()), ZERO * float(gates.abs().sum())
-        refuse_if(abs(S) <= limit, Finding(Outcome.GATE_SUM_ZERO, where, "gate sum S", S, limit))
-        share = (g - branch).double() / S
+        share = (g - branch).double() / self.gate_sum(where, gates)
         deltas: dict[int, LowRank] = {}
         findings: list[Finding] = []
         for e in gates.nonzero()[:, 0].tolist():
@@ -149,6 +147,13 @@ class EvenShare(UpdateRule):
             findings += judge(f"{where}, expert {e}", h_e, share, solution)
             deltas[e] = solution.delta
         return ExpertsSolution(deltas, 1.0, findings)
+
+    @staticmethod
+    def gate_sum(where: str, gates: Tensor) -> float:
+        """S of `gates (E,)`. Raises `NotControllable` where it is 0."""
+        S, limit = float(gates.sum()), ZERO * float(gates.abs().sum())
+        refuse_if(abs(S) <= limit, Finding(Outcome.GATE_SUM_ZERO, where, "gate sum S", S, limit))
+        return S
 
 
 class JointOutput(UpdateRule):
