@@ -14,6 +14,7 @@ from contextfold.anatomy.block import (
 )
 from contextfold.anatomy.experts import Call, Observation, observe, split_columns
 from contextfold.anatomy.families import FAMILIES
+from contextfold.anatomy.layer import norm_at
 from contextfold.anatomy.probe import bind
 from contextfold.anatomy.record import Dense, Experts, Family, Mixer, Sites, Tap, Wiring
 from contextfold.anatomy.refused import REFUSED
@@ -42,6 +43,7 @@ __all__ = [
     "family_of",
     "first_output",
     "first_tensor",
+    "norm_at",
     "observe",
     "rows",
     "split_columns",

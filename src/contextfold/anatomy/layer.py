@@ -17,7 +17,7 @@ from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Si
 from contextfold.errors import UnsupportedModel
 from contextfold.patch import Site
 
-__all__ = ["bind_layer", "holds", "names_in", "required"]
+__all__ = ["bind_layer", "holds", "names_in", "norm_at", "required"]
 
 
 def bind_layer(family: Family, index: int, layer: nn.Module, path: str, config: Any) -> Block:
@@ -186,16 +186,19 @@ class _Binder:
         return tuple(LinearMap(site, module) for site in sites)
 
     def norm(self, name: str) -> Norm:
-        module = self.layer.get_submodule(name)
-        where = f"{self.path}.{name}"
-        known = [vars(module)[word] for word in EPS_NAMES if word in vars(module)]
-        if "weight" not in module._parameters or not known:
-            raise UnsupportedModel(
-                f"{where} is a {type(module).__name__} without a weight or an eps ({', '.join(EPS_NAMES)}); a norm of "
-                "unknown convention cannot be edited"
-            )
-        eps = float(known[0])
-        return Norm(Site(self.index, where), module, eps, _offset(where, module, eps))
+        return norm_at(Site(self.index, f"{self.path}.{name}"), self.layer.get_submodule(name))
+
+
+def norm_at(site: Site, module: nn.Module) -> Norm:
+    """The norm of which `site` is the scale, its convention measured. Raises `UnsupportedModel`."""
+    known = [vars(module)[word] for word in EPS_NAMES if word in vars(module)]
+    if "weight" not in module._parameters or not known:
+        raise UnsupportedModel(
+            f"{site.module} is a {type(module).__name__} without a weight or an eps ({', '.join(EPS_NAMES)}); a norm "
+            "of unknown convention cannot be edited"
+        )
+    eps = float(known[0])
+    return Norm(site, module, eps, _offset(site.module, module, eps))
 
 
 def _check_plain(where: str, module: nn.Module, stored: Tensor | None) -> None:

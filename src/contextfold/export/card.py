@@ -13,8 +13,8 @@ from torch import Tensor
 
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.folder import FORMAT, RECEIPT
-from contextfold.fold.header import versions
 from contextfold.patch import BiasEdit, MatrixEdit, ScaleEdit, Site
+from contextfold.versions import versions
 
 __all__ = ["digest_of", "write_card"]
 

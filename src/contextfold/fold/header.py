@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import version
-
 import torch
 
 from contextfold.anatomy import Bound
 from contextfold.fold.split import Split, digest
 from contextfold.patch import Header
+from contextfold.versions import versions
 
-__all__ = ["header_of", "versions"]
+__all__ = ["header_of"]
 
 
 def header_of(
@@ -36,10 +32,3 @@ def header_of(
         plan=plan,
         versions=versions(),
     )
-
-
-@cache
-def versions() -> Mapping[str, str]:
-    """Of everything that the numbers depend on. Read once: finding them takes milliseconds."""
-    packages = ("contextfold", "torch", "transformers")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

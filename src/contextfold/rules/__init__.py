@@ -25,7 +25,15 @@ from contextfold.rules.linear import (
     Steering,
     WeightSolution,
 )
-from contextfold.rules.postnorm import REFERENCES, PostNorm, PostNormBias, PostNormSolution, Reference, refit_scale
+from contextfold.rules.postnorm import (
+    REFERENCES,
+    PostNorm,
+    PostNormBias,
+    PostNormSolution,
+    Reference,
+    refit_scale,
+)
+from contextfold.rules.reach import nearest_reachable
 from contextfold.rules.shift import BiasSolution, InputBias, OutputBias
 
 __all__ = [
@@ -63,6 +71,7 @@ __all__ = [
     "choose",
     "flips",
     "joint_scale",
+    "nearest_reachable",
     "refit_scale",
     "rule_named",
     "rules_for",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from contextfold.anatomy import Bound
-from contextfold.fold.header import versions
+from contextfold.versions import versions
 
 __all__ = ["receipt_of"]
 

@@ -1,0 +1,24 @@
+"""Reusable patches: a context learnt from questions and answers, in closed form, layer by layer."""
+
+from contextfold.bake.door import Baked, bake
+from contextfold.bake.estimators import ESTIMATORS, Estimator
+from contextfold.bake.examples import Example, Frame, answered, digest_of
+from contextfold.bake.joint import joints_of
+from contextfold.bake.prefix import Prefix, padded
+from contextfold.bake.solve import GRID, BakedSite
+
+__all__ = [
+    "ESTIMATORS",
+    "GRID",
+    "Baked",
+    "BakedSite",
+    "Estimator",
+    "Example",
+    "Frame",
+    "Prefix",
+    "answered",
+    "bake",
+    "digest_of",
+    "joints_of",
+    "padded",
+]

@@ -1,0 +1,129 @@
+"""A context becomes a patch that answers new questions as if the context were there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from contextfold.anatomy import Bound, bind
+from contextfold.bake.estimators import ESTIMATORS, estimator
+from contextfold.bake.examples import Example, Frame, digest_of
+from contextfold.bake.joint import Joint, joints_of
+from contextfold.bake.solve import BakedSite, pairs_of, solve
+from contextfold.bake.store import Store
+from contextfold.errors import InputError, UnsupportedModel
+from contextfold.patch import Edit, Header, Patch, Site
+from contextfold.versions import versions
+
+__all__ = ["Baked", "bake"]
+
+
+@dataclass(frozen=True, eq=False)
+class Baked:
+    """A reusable patch, and how each place was solved."""
+
+    patch: Patch
+    sites: tuple[BakedSite, ...]
+    tokens: int
+    """Tokens of the examples that it was learnt from."""
+
+
+def bake(
+    model: Bound | nn.Module,
+    frame: Frame,
+    examples: Sequence[Example],
+    *,
+    method: str = ESTIMATORS[0].name,
+    lam0: float | None = 1e-2,
+    tol: float = 1e-3,
+    batch: int = 16,
+    store: Path | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Baked:
+    """One patch under which a question alone is answered as if `frame.context` stood before it.
+
+    The examples run twice, with the context and without it, in step: at every place the two are compared, a ridge
+    makes up for the difference, and both go on, the second with the edit. So every edit is solved from what the
+    edits below it leave. Nothing is trained; the model is not changed.
+
+    Arguments:
+        model: a bound model, or a transformers model, which is then bound and proven first.
+        frame: what stands before every question, kept tokens and context.
+        examples: questions with answers, as `answered` gives them; anchors keep the patch from acting elsewhere.
+        method: name of an estimator of `ESTIMATORS`.
+        lam0: penalty of the ridge relative to the mean eigenvalue; None lets questions that are left out decide.
+        tol: share of what is explained that may be given up for a lower rank.
+        batch: examples that run together; memory grows with it.
+        store: a folder in which solved places are kept, so that a stopped bake goes on; removed when done.
+        progress: told how many places of how many are solved.
+
+    Raises `InputError`, `UnsupportedModel` where the model has none of the places, and `NotControllable`.
+    """
+    bound = model if isinstance(model, Bound) else bind(model)
+    chosen = estimator(method)
+    _check(bound, frame, examples, lam0, tol)
+    joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, chosen.roles)]
+    if not joints:
+        raise UnsupportedModel(f"{bound.model_type} has none of {', '.join(chosen.roles)}; choose another estimator")
+    key = hashlib.sha256(f"{bound.fingerprint}|{digest_of(frame, examples)}|{chosen}|{lam0}|{tol}|{batch}".encode())
+    kept = None if store is None else Store(store, key.hexdigest())
+    reports: dict[str, BakedSite] = {}
+    for joint in joints:
+        report = None if kept is None else kept.get(joint, bound.device)
+        if report is not None:
+            reports[joint.name] = report
+
+    def solved(joint: Joint, report: BakedSite) -> None:
+        reports[joint.name] = report
+        if kept is not None:
+            kept.put(joint, report)
+        progress(len(reports), len(joints))
+
+    if len(reports) < len(joints):
+        solve(joints, pairs_of(bound.model, frame, examples, batch), lam0, tol, solved)
+    patch = _patch(bound, frame, joints, chosen.roles)
+    if kept is not None:
+        kept.clear()
+    return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
+
+
+def _check(bound: Bound, frame: Frame, examples: Sequence[Example], lam0: float | None, tol: float) -> None:
+    if not any(example.moves for example in examples):
+        raise InputError("there is no example on which the context acts; give at least one question")
+    for name, ids in (("kept", frame.kept), ("context", frame.context), *(("example", e.tail) for e in examples)):
+        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64 or ids.numel() == 0:
+            raise InputError(f"{name} tokens must be a 1-D int64 tensor of at least one token id")
+        if int(ids.min()) < 0 or int(ids.max()) >= bound.vocabulary:
+            raise InputError(f"{name} has token ids outside 0..{bound.vocabulary - 1}; was another tokenizer used?")
+    if lam0 is not None and not lam0 > 0:
+        raise InputError(f"the penalty lam0 is {lam0}; it must be positive, or None to let left-out questions decide")
+    if not 0 <= tol < 1:
+        raise InputError(f"tol is {tol}; it must lie in [0, 1)")
+
+
+def _patch(bound: Bound, frame: Frame, joints: Sequence[Joint], roles: tuple[str, ...]) -> Patch:
+    edits: dict[Site, Edit] = {}
+    for joint in joints:
+        edits |= joint.edits()
+    factor = torch.float64 if bound.dtype == torch.float64 else torch.float32
+    header = Header(
+        kind="bake",
+        model_type=bound.model_type,
+        fingerprint=bound.fingerprint,
+        positions=(),
+        exact_at=(),
+        tokens_digest="",
+        context_digest=hashlib.sha256(frame.full.contiguous().numpy().tobytes()).hexdigest(),
+        model_dtype=str(bound.dtype).removeprefix("torch."),
+        factor_dtype=str(factor).removeprefix("torch."),
+        attention=bound.attention,
+        materialised=False,
+        plan=tuple(f"ridge on the {role}" for role in roles),
+        versions=versions(),
+    )
+    return Patch(header, edits)

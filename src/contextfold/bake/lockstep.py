@@ -1,0 +1,92 @@
+"""Several forwards of one model, all stopped at the same place until what they need is known.
+
+A bake solves one map after the other, each from what all examples put into it under the edits solved before. So
+every forward stops inside a hook of the map, the map is solved, and all go on: one ordinary forward per batch, and
+nothing stored from layer to layer. Greenlets make a stop out of a function call; only one of them ever runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import greenlet
+from torch import Tensor
+
+__all__ = ["Lane", "Lockstep", "Stop"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stop:
+    """What a forward has in hand where it stopped: rows of a map's input and output, and of what its result joins."""
+
+    place: object
+    source: Tensor
+    """`(n, in)`."""
+    output: Tensor
+    """`(n, out)`."""
+    base: Tensor
+    """`(n, d)`, float64."""
+    guard: Tensor
+    """`(k, in)`: inputs of the kept tokens."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """One forward. `rows` and `kept` are flat indices of the tokens that count, and of those that must not move."""
+
+    forward: Callable[[], object]
+    edited: bool
+    """Whether edits act on it."""
+    rows: Tensor
+    kept: Tensor
+    groups: Tensor
+    """`(n,)`: to which example each counting row belongs."""
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    stop: Stop | None = None
+    thread: greenlet.greenlet | None = None
+
+    def pick(self, value: Tensor) -> Tensor:
+        """The counting rows of `(B, T, ·)` or `(B T, ·)`."""
+        return value.reshape(-1, value.shape[-1])[self.rows.to(value.device)]
+
+    def guard(self, value: Tensor) -> Tensor:
+        """The rows of the kept tokens."""
+        return value.reshape(-1, value.shape[-1])[self.kept.to(value.device)]
+
+
+class Lockstep:
+    """Drives lanes from stop to stop. The lane that runs is `current`; hooks of the model ask for it."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = tuple(lanes)
+        self.current: Lane | None = None
+        self._main = greenlet.getcurrent()
+
+    def advance(self) -> object | None:
+        """Run every lane to its next stop; the place that they stopped at, or None when all are through."""
+        for lane in self.lanes:
+            lane.stop = None
+            if lane.thread is None:
+                lane.thread = greenlet.greenlet(lane.forward, self._main)
+            self.current = lane
+            try:
+                lane.thread.switch()
+            finally:
+                self.current = None
+        places = {None if lane.stop is None else lane.stop.place for lane in self.lanes}
+        assert len(places) == 1, "all lanes run the same layers"
+        return places.pop()
+
+    def arrive(self, stop: Stop) -> None:
+        """Called by a hook inside a lane: wait here until the others have arrived and the map is solved."""
+        assert self.current is not None
+        self.current.stop = stop
+        self._main.switch()
+
+    def close(self) -> None:
+        """End forwards that are under way, wherever they are."""
+        for lane in self.lanes:
+            thread, lane.thread, lane.stop = lane.thread, None, None
+            if thread is not None and not thread.dead:
+                thread.throw(greenlet.GreenletExit)

@@ -1,0 +1,130 @@
+"""A ridge whose data pass by once: sums instead of rows, unless the rows are fewer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from contextfold.lowrank import LowRank
+
+__all__ = ["Moments", "Ridge", "left_out"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ridge:
+    """`D (out, in)` that minimises `Σ ‖D s_i − t_i‖² + lam ‖D‖²`, as a product of low rank."""
+
+    delta: LowRank
+    lam: float
+    explained: float
+    """Share of the objective `Σ ‖t_i‖²` that D takes away; 1 is all."""
+
+
+@dataclass(eq=False)
+class Moments:
+    """Streamed sums over rows `s (n, in)`, `t (n, out)`; the rows themselves are kept while they are fewer than `in`.
+
+    `guarded (k, in)`, orthonormal rows, spans inputs on which the solution is zero: sources enter without their part
+    in that span.
+    """
+
+    inner: int
+    outer: int
+    guarded: Tensor
+    total: float = 0.0
+    count: int = 0
+    _rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _sums: tuple[Tensor, Tensor] | None = None
+
+    def unguarded(self, s: Tensor) -> Tensor:
+        """Sources `(n, in)` without their part in the guarded span."""
+        basis = self.guarded.to(s)
+        return s - (s @ basis.T) @ basis
+
+    def add(self, s: Tensor, t: Tensor) -> None:
+        """More rows. Products are formed in their dtype and summed in float64."""
+        self.total += float(t.double().square().sum())
+        self.count += s.shape[0]
+        self._rows.append((self.unguarded(s), t))
+        if self._sums is None and self.count < self.inner:
+            return
+        gram, cross = self._sums or (
+            s.new_zeros(self.inner, self.inner, dtype=torch.float64),
+            s.new_zeros(self.outer, self.inner, dtype=torch.float64),
+        )
+        for source, wanted in self._rows:
+            gram += source.T @ source
+            cross += wanted.T @ source
+        self._sums = gram, cross
+        self._rows.clear()
+
+    def solve(self, lam0: float, tol: float = 0.0) -> Ridge:
+        """`D = T Sᵀ (S Sᵀ + lam I)⁻¹`, `lam = lam0 ‖S Sᵀ‖_F² / tr(S Sᵀ)` (equation sheet, section 6), in float64.
+
+        With fewer rows than inputs, `D = T (Sᵀ S + lam I)⁻¹ Sᵀ`, the same matrix. Directions of the output that carry
+        less than `tol` of what is explained together are dropped: the kept ones are the leading eigenvectors of
+        `D (S Sᵀ + lam I) Dᵀ`, the order in which they serve the objective.
+        """
+        if self._sums is not None:
+            gram, cross = self._sums
+            lam = penalty(gram, lam0)
+            D = torch.cholesky_solve(cross.T, _factor(gram, lam)).T
+            energy = D @ cross.T
+        else:
+            s, t = (torch.cat(side).double() for side in zip(*self._rows, strict=True))
+            gram = s @ s.T
+            lam = penalty(gram, lam0)
+            weights = torch.cholesky_solve(t, _factor(gram, lam))
+            D, energy = weights.T @ s, weights.T @ (gram @ t)
+        explained = float(energy.trace()) / self.total if self.total else 1.0
+        return Ridge(_leading(D, energy, tol), lam, explained)
+
+
+def penalty(gram: Tensor, lam0: float) -> float:
+    """`lam0 ‖K‖_F² / tr(K)`: lam0 in units of a weighted mean of the eigenvalues; the same for `S Sᵀ` and `Sᵀ S`."""
+    trace = float(gram.trace())
+    return lam0 * float(gram.square().sum()) / trace if trace else 1.0
+
+
+def _factor(gram: Tensor, lam: float) -> Tensor:
+    regular = gram.clone()
+    regular.diagonal().add_(lam)
+    factor: Tensor = torch.linalg.cholesky(regular)
+    return factor
+
+
+def _leading(D: Tensor, energy: Tensor, tol: float) -> LowRank:
+    """The projection of `D` on the leading eigenvectors of `energy (out, out)`."""
+    values, vectors = torch.linalg.eigh((energy + energy.T) / 2)
+    values = values.clamp_min(0)
+    lost = values.cumsum(0) <= tol * float(values.sum())
+    U = vectors[:, ~lost].flip(1)
+    return LowRank(U, U.T @ D)
+
+
+def left_out(s: Tensor, t: Tensor, groups: Tensor, grid: tuple[float, ...]) -> tuple[float, ...]:
+    """Relative error on each group when it is left out of the ridge, per `lam0` of `grid`; no refit is run.
+
+    With `S Sᵀ = Q Λ Qᵀ` and `Z = Sᵀ Q`, the rows of group g that a ridge without them would miss are
+    `(I − M_gg)⁻¹ (T_g − M_g T)`, `M = Z (Λ + lam)⁻¹ Zᵀ`: the block form of the leave-one-out identity of ridge
+    regression. Rows `s (n, in)`, `t (n, out)`, `groups (n,)`. The penalty is that of all rows.
+    """
+    s, t = s.double(), t.double()
+    gram = s.T @ s
+    values, Q = torch.linalg.eigh(gram)
+    values, Z = values.clamp_min(0), s @ Q
+    cross = Z.T @ t
+    errors = []
+    for lam0 in grid:
+        shrink = 1 / (values + penalty(gram, lam0))
+        rest = t - Z @ (shrink[:, None] * cross)
+        missed = 0.0
+        for group in sorted(set(groups.tolist())):
+            rows = groups == group
+            M = (Z[rows] * shrink) @ Z[rows].T
+            own = torch.eye(M.shape[0], dtype=M.dtype, device=M.device) - M
+            missed += float(torch.linalg.solve(own, rest[rows]).square().sum())
+        errors.append(missed / float(t.square().sum()))
+    return tuple(errors)

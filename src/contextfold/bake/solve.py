@@ -1,0 +1,174 @@
+"""Layer by layer: every place is solved from what all examples put into it under the edits below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from contextfold.bake.examples import Example, Frame
+from contextfold.bake.joint import Joint, OuterJoint
+from contextfold.bake.lockstep import Lane, Lockstep, Stop
+from contextfold.bake.moments import Moments, left_out
+from contextfold.bake.prefix import Prefix, padded
+from contextfold.errors import NotControllable
+from contextfold.outcomes import Finding, Outcome
+
+__all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve"]
+
+Pair = tuple[Lane, Lane]
+"""The same tokens with what is aimed at, and without the context, edited."""
+
+GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Penalties, relative to the mean eigenvalue, among which leaving a question out decides."""
+
+PROBES = 4
+"""At so many layers, evenly spread, the penalty is decided; those between go on with it."""
+
+PULL = 0.03
+"""Weight of the present scale in the new one, in units of a typical activation."""
+
+
+@dataclass(frozen=True)
+class BakedSite:
+    """How one place was solved."""
+
+    layer: int
+    role: str
+    rank: int
+    lam0: float
+    explained: float
+    """Share of the wanted change that the edit meets on the examples."""
+    left_out_error: float
+    """Relative error on a question that was left out, where it was measured; NaN elsewhere."""
+    weight_ratio: float
+    """`‖dW‖ / ‖W‖`, Frobenius; of the identity for input maps."""
+
+
+def pairs_of(model: nn.Module, frame: Frame, examples: Sequence[Example], size: int) -> list[Pair]:
+    """Forwards over batches of at most `size` examples of similar length; anchors are their own target."""
+    pairs: list[Pair] = []
+    numbers = {id(example): i for i, example in enumerate(examples)}
+    for moves in (True, False):
+        chosen = sorted((e for e in examples if e.moves is moves), key=lambda e: e.tail.numel())
+        if not chosen:
+            continue
+        prefix = Prefix.of(model, frame.full if moves else frame.kept)
+        step = size if prefix.shared else 1
+        for start in range(0, len(chosen), step):
+            part = chosen[start : start + step]
+            groups = torch.tensor([numbers[id(e)] for e in part])
+            pairs.append((_target(prefix, part, groups), _edited(model, frame, part, groups)))
+    return pairs
+
+
+def _target(prefix: Prefix, part: Sequence[Example], groups: Tensor) -> Lane:
+    ids, real = padded([e.tail for e in part])
+    before = 0 if prefix.shared else prefix.ids.numel()
+    return _lane(lambda: prefix.run(ids, real), False, real, groups, before, 0)
+
+
+def _edited(model: nn.Module, frame: Frame, part: Sequence[Example], groups: Tensor) -> Lane:
+    ids, real = padded([e.tail for e in part])
+    whole = Prefix(model, frame.kept)
+    k = frame.kept.numel()
+    return _lane(lambda: whole.run(ids, real), True, real, groups, k, k)
+
+
+def _lane(forward: Callable[[], object], edited: bool, real: Tensor, groups: Tensor, before: int, kept: int) -> Lane:
+    """A forward over `before` tokens and then `real (B, n)`; the first `kept` tokens of the first row are guarded."""
+    counts = torch.cat([torch.zeros(real.shape[0], before, dtype=torch.bool), real], 1)
+    owner = groups[:, None].expand(-1, counts.shape[1])
+    return Lane(forward, edited, counts.flatten().nonzero()[:, 0], torch.arange(kept), owner[counts])
+
+
+@torch.no_grad()
+def solve(
+    joints: Sequence[Joint],
+    pairs: Sequence[Pair],
+    lam0: float | None,
+    tol: float,
+    solved: Callable[[Joint, BakedSite], None],
+) -> None:
+    """Solve those `joints` that have no edit yet, in the order in which the model runs them.
+
+    `lam0` None: leaving questions out decides, at the first place and at some after it. `solved` hears of each.
+    """
+    steps = Lockstep([lane for pair in pairs for lane in pair])
+    last = max(joint.layer for joint in joints)
+    probes = {round(last * i / PROBES) for i in range(PROBES)}
+    chosen: dict[str, float] = {}
+    with ExitStack() as stack:
+        for place in joints:
+            place.steps = steps
+            stack.callback(setattr, place, "steps", None)
+            place.listen(stack)
+        stack.callback(steps.close)
+        for _ in [place for place in joints if place.delta is None]:
+            joint = steps.advance()
+            assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
+            stops = _stops(pairs)
+            error = float("nan")
+            if lam0 is None and (joint.layer in probes or joint.role not in chosen):
+                chosen[joint.role], error = _decide(joint, pairs)
+            solved(joint, _solve(joint, stops, lam0 or chosen[joint.role], tol, error))
+
+
+def _stops(pairs: Sequence[Pair]) -> list[tuple[Stop, Stop]]:
+    """Where the lanes stand, all of them."""
+    found = [(full.stop, reduced.stop) for full, reduced in pairs]
+    return [(full, reduced) for full, reduced in found if full is not None and reduced is not None]
+
+
+def _guard(stops: Sequence[tuple[Stop, Stop]]) -> Tensor:
+    """An orthonormal basis `(k, in)` of what the kept tokens put in, float64."""
+    _, sizes, Vt = torch.linalg.svd(stops[0][1].guard.double(), full_matrices=False)
+    basis: Tensor = Vt[sizes > 1e-6 * sizes[0]]
+    return basis
+
+
+def _decide(joint: Joint, pairs: Sequence[Pair]) -> tuple[float, float]:
+    """The penalty of `GRID` under which questions that were left out are missed least, and by how much."""
+    stops = _stops(pairs)
+    moments = Moments(joint.shape[1], joint.shape[0], _guard(stops))
+    sides = [joint.wanted(full, reduced) for full, reduced in stops]
+    s, t = (torch.cat(side) for side in zip(*sides, strict=True))
+    errors = left_out(moments.unguarded(s), t, torch.cat([reduced.groups for _, reduced in pairs]), GRID)
+    best = min(range(len(GRID)), key=errors.__getitem__)
+    return GRID[best], errors[best]
+
+
+def _solve(joint: Joint, stops: Sequence[tuple[Stop, Stop]], lam0: float, tol: float, error: float) -> BakedSite:
+    moments = Moments(joint.shape[1], joint.shape[0], _guard(stops))
+    for full, reduced in stops:
+        s, t = joint.wanted(full, reduced)
+        if not bool(torch.isfinite(t.sum())):
+            raise NotControllable(
+                [Finding(Outcome.NOT_FINITE, joint.name, "entries", float((~torch.isfinite(t)).sum()))]
+            )
+        moments.add(s, t)
+    ridge = moments.solve(lam0, tol)
+    stored = stops[0][1].source.dtype
+    joint.delta = ridge.delta.to(torch.promote_types(stored, torch.float32))
+    if isinstance(joint, OuterJoint) and joint.norm is not None:
+        joint.scale = _scale(joint, stops)
+    size = joint.linear.weight.double().norm() if isinstance(joint, OuterJoint) else torch.tensor(joint.shape[0] ** 0.5)
+    ratio = ridge.delta.norm() / float(size)
+    return BakedSite(joint.layer, joint.role, ridge.delta.rank, lam0, ridge.explained, error, ratio)
+
+
+def _scale(joint: OuterJoint, stops: Sequence[tuple[Stop, Stop]]) -> Tensor:
+    """`m_j = (Σ g_ij û_ij + p m_j) / (Σ û_ij² + p)` on the directions that the edited map gives ([ours])."""
+    assert joint.norm is not None
+    assert joint.delta is not None
+    top, bottom = torch.zeros_like(joint.norm.scale), torch.zeros_like(joint.norm.scale)
+    for full, reduced in stops:
+        q = reduced.output.double() + joint.delta(reduced.source.to(joint.delta.B.dtype)).double()
+        u, g = joint.norm.unscaled(q), joint.branch(full, reduced)
+        top += (g * u).sum(0)
+        bottom += u.square().sum(0)
+    pull = PULL * bottom.mean()
+    return (top + pull * joint.norm.scale) / (bottom + pull)
