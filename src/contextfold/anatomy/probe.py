@@ -216,7 +216,9 @@ class _Probe:
         # The norm's own rounding is not to be taken for a multiplier.
         added = branch if block.norm_post is None else t["b"]
         parts["the branch"] = block.alpha * _shaped(added, total)
-        self.limits.add_up(what, total - block.shift, parts)
+        if bool(block.shift.any()):
+            parts["the constant"] = block.shift.expand_as(total)
+        self.limits.add_up(what, total, parts)
 
 
 def _refuse_idle(module: nn.Module, args: tuple[Any, ...]) -> None:
