@@ -44,18 +44,21 @@ def rounding_gap(bound: Bound, patch: Patch, probe: Run, rounded: Collection[Sit
     """How far single roundings move the logits of the applied patch, the bound for any other way of applying it.
 
     Two right ways of applying one patch differ in where they round. So what every edited module and the embedding
-    give, and the factors at the sites `rounded` (where a loader keeps them in the model's dtype), are moved by one
-    rounding of that dtype, at random; the largest effect of `DRAWS` draws counts.
+    give is moved by one rounding of the model's dtype, at random, and so are weights and factors at the sites
+    `rounded`, where a loader rounds factors and sum anew. The largest effect of `DRAWS` draws is what one way may be
+    away from the exact logits; two ways may be twice that away from each other.
     """
+    parameters = {f"{site.module}.{site.parameter}" for site in rounded}
     with applied(bound, patch) as model:
         exact = logits(model, probe)
     found = []
     for seed in range(DRAWS):
         noise = _Noise(bound.dtype, seed)
         edits = {s: noise.edit(e) if s in rounded else e for s, e in patch.edits.items()}
-        with applied(bound, replace(patch, edits=edits)) as model, noise.on(_modules(bound, patch)):
+        changed = replace(patch, edits=edits)
+        with applied(bound, changed) as model, noise.on(_modules(bound, patch)), noise.within(model, parameters):
             found.append(gap(logits(model, probe), exact))
-    return max(found)
+    return 2 * max(found)
 
 
 def _modules(bound: Bound, patch: Patch) -> list[nn.Module]:
@@ -88,4 +91,13 @@ class _Noise:
         with ExitStack() as stack:
             for module in modules:
                 stack.callback(module.register_forward_hook(shake).remove)
+            yield
+
+    @contextmanager
+    def within(self, model: nn.Module, names: Collection[str]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in sorted(names):
+                parameter = model.get_parameter(name)
+                stack.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = self(parameter.data)
             yield
