@@ -1,7 +1,7 @@
 """Reusable patches: a context learnt from questions and answers, in closed form, layer by layer."""
 
-from contextfold.bake.door import Baked, bake
-from contextfold.bake.estimators import ESTIMATORS, Estimator
+from contextfold.bake.door import Baked, bake, places
+from contextfold.bake.estimators import ESTIMATORS, Estimator, estimator
 from contextfold.bake.examples import Example, Frame, answered, digest_of
 from contextfold.bake.joint import joints_of
 from contextfold.bake.prefix import Prefix, padded
@@ -19,6 +19,8 @@ __all__ = [
     "answered",
     "bake",
     "digest_of",
+    "estimator",
     "joints_of",
     "padded",
+    "places",
 ]

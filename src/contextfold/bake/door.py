@@ -20,7 +20,7 @@ from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Edit, Header, Patch, Site
 from contextfold.versions import versions
 
-__all__ = ["Baked", "bake"]
+__all__ = ["Baked", "bake", "places"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,12 @@ def bake(
     if kept is not None:
         kept.clear()
     return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
+
+
+def places(bound: Bound, method: str) -> int:
+    """How many places of the model an estimator solves."""
+    roles = estimator(method).roles
+    return sum(len(joints_of(bound.model, block, roles)) for block in bound.blocks)
 
 
 def _check(bound: Bound, frame: Frame, examples: Sequence[Example], lam0: float | None, tol: float) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from contextfold.cli.ablate import ablate
+from contextfold.cli.bake import bake
 from contextfold.cli.common import err
 from contextfold.cli.demo import demo
 from contextfold.cli.dynamics import dynamics
@@ -24,7 +25,7 @@ from contextfold.errors import ContextfoldError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, export, demo)
+COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, bake, export, demo)
 """Every command, in the order of the help."""
 
 app = typer.Typer(

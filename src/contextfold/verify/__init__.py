@@ -2,6 +2,7 @@
 
 from contextfold.verify.controls import negative_controls, random_like, shuffled
 from contextfold.verify.metrics import Comparison, compare
+from contextfold.verify.reusable import Effect, Recovery, ReusableVerdict, evaluate
 from contextfold.verify.sequence import FOLDS, SequenceVerdict, fold_and_prove_sequence, verify_sequence_patch
 from contextfold.verify.step import Step, prove_patch, prove_token, rounding_noise
 from contextfold.verify.suite import Prompt, Settings, continuation, fold_and_prove, verify_patch, verify_prompts
@@ -10,13 +11,17 @@ from contextfold.verify.verdict import Verdict
 __all__ = [
     "FOLDS",
     "Comparison",
+    "Effect",
     "Prompt",
+    "Recovery",
+    "ReusableVerdict",
     "SequenceVerdict",
     "Settings",
     "Step",
     "Verdict",
     "compare",
     "continuation",
+    "evaluate",
     "fold_and_prove",
     "fold_and_prove_sequence",
     "negative_controls",

@@ -1,0 +1,199 @@
+"""`contextfold bake`: a context becomes a patch for new questions, and its worth is measured on questions held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from contextfold.cli.common import (
+    ContextOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    Model,
+    bind_model,
+    check_writable,
+    err,
+    load_model,
+    out,
+    show_or_json,
+    steps,
+)
+from contextfold.errors import InputError
+
+ANCHORS_FROM, ELSEWHERE_FROM = 0, 40
+"""Where in the built-in questions the anchors begin, and those on which the effect elsewhere is measured."""
+
+HELD_OUT = 4
+"""One question in so many is held out when the user names none."""
+
+
+def bake(
+    model: Model,
+    context: ContextOption,
+    queries: Annotated[
+        str | None, typer.Option(help="Questions to learn from, one per line, or @file. Without: built-in ones.")
+    ] = None,
+    held_out: Annotated[
+        str | None, typer.Option(help="Questions to be judged by, or @file. Without: every fourth of --queries.")
+    ] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Where to write the patch.")] = None,
+    estimator: Annotated[
+        str, typer.Option(help="Where to edit: two-sites, output, attention, matrix, all.")
+    ] = "two-sites",
+    anchors: Annotated[int, typer.Option(help="Built-in questions on which nothing is to change, 0 to 40.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 32,
+    penalty: Annotated[
+        str, typer.Option(help="Of the ridge, relative; auto: questions that are left out decide.")
+    ] = "0.01",
+    tol: Annotated[float, typer.Option(help="Share of what is explained that may go for a lower rank.")] = 1e-3,
+    controls: Annotated[bool, typer.Option(help="Also bake a shuffled and another context.")] = True,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Bake a context into a patch that answers new questions, judge it by questions it has never seen, write it."""
+    from contextfold import bakeview, patchfile
+    from contextfold.bake import estimator as known
+
+    check_writable(out_file)
+    known(estimator)
+    if not 0 <= anchors <= ELSEWHERE_FROM:
+        raise InputError(f"--anchors {anchors} is not between 0 and {ELSEWHERE_FROM}")
+    loaded = load_model(model, dtype)
+    job = _Job(loaded, bind_model(loaded), context, tokens, as_json)
+    learn, judge = job.split(queries, held_out)
+    plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
+    store = None if out_file is None else out_file.with_name(f".{out_file.name}.work")
+    baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
+    written = patchfile.save(baked.patch, out_file) if out_file is not None and verdict.holds else None
+    payload = {**verdict.to_json(), "patch": None if written is None else str(written)}
+    show_or_json(as_json, payload, lambda: bakeview.verdict_view(verdict))
+    if not as_json and out_file is not None:
+        size = f"Wrote {written} ({baked.patch.nbytes} bytes)."
+        out.print(size if written else "No stand-in for the context, so nothing was written.")
+    raise typer.Exit(0 if verdict.holds else 1)
+
+
+def read_penalty(text: str) -> float | None:
+    """A positive number, or None for `auto`."""
+    if text == "auto":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--penalty {text!r} is neither a number nor auto") from None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Loaded once, used for the patch and for its controls."""
+
+    loaded: Any
+    bound: Any
+    context: str
+    tokens: int
+    quiet: bool
+
+    def lay_out(self, asked: list[str]) -> Any:
+        from contextfold import prompts
+        from contextfold.questions import questions
+
+        return questions(self.loaded.tokenizer, prompts.read_argument(self.context), asked)
+
+    def split(self, queries: str | None, held_out: str | None) -> tuple[list[str], list[str]]:
+        """Questions to learn from, and others to judge by."""
+        from contextfold import prompts, suites
+        from contextfold.questions import read_questions
+
+        def read(value: str) -> list[str]:
+            return read_questions(prompts.read_argument(value))
+
+        learn = read(queries) if queries is not None else [*suites.QUESTIONS[:ELSEWHERE_FROM], *self.written()]
+        if held_out is not None:
+            judge = read(held_out)
+            return [question for question in learn if question not in judge], judge
+        if len(learn) < HELD_OUT:
+            raise InputError(f"{len(learn)} questions are too few to hold some out; give {HELD_OUT}, or --held-out")
+        return [q for i, q in enumerate(learn) if i % HELD_OUT], learn[::HELD_OUT]
+
+    def written(self) -> list[str]:
+        """Questions that the model writes when it has the context; what is no question is left out."""
+        from contextfold import suites
+        from contextfold.bake import answered
+        from contextfold.questions import read_questions
+
+        laid = self.lay_out([suites.WRITE_A_QUESTION])
+        tails = list(laid.tails) * 16
+        found = answered(self.bound, _frame(laid).full, tails, tokens=24, stop=laid.stop, temperature=1.0)
+        texts = [self.loaded.tokenizer.decode(e.tail[e.answer :], skip_special_tokens=True) for e in found]
+        asked = [text.strip().split("\n")[0] for text in texts]
+        asked = [text for text in asked if text.endswith("?") and len(text) > 10]
+        return read_questions("\n".join(asked)) if asked else []
+
+    def run(
+        self, learn: list[str], judge: list[str], anchors: int, plan: dict[str, Any], controls: bool,
+        store: Path | None, name: str,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        from contextfold import suites
+        from contextfold.verify import evaluate
+
+        laid = self.lay_out([*learn, *judge])
+        if not self.quiet:
+            err.print(f"[dim]{laid.notice}[/]", highlight=False)
+            err.print(f"[dim]goes: {laid.removed!r}\nstays: {laid.example!r}[/]", highlight=False, markup=True)
+        frame = _frame(laid)
+        n = len(learn)
+        known = self.answers(frame, frame.full, laid.tails[:n], laid.stop)
+        judged = self.answers(frame, frame.full, laid.tails[n:], laid.stop)
+        general = self.lay_out(list(suites.QUESTIONS)).tails
+        held = self.answers(frame, frame.kept, general[ANCHORS_FROM:anchors], laid.stop, moves=False)
+        other = self.answers(frame, frame.kept, general[ELSEWHERE_FROM:], laid.stop, moves=False)
+        baked = self.solve("baking", frame, (*known, *held), plan, store)
+        wrong = self.wrong(frame, known, plan) if controls else {}
+        verdict = evaluate(
+            self.bound, baked, frame, judged, controls=wrong, elsewhere={"general questions": other},
+            strengths=(0.5, 1.5), stop=laid.stop, name=name, method=plan["method"],
+        )  # fmt: skip
+        return baked, verdict
+
+    def answers(self, frame: Any, before: Any, tails: Any, stop: Any, moves: bool = True) -> tuple[Any, ...]:
+        from contextfold.bake import answered
+
+        if not tails:
+            return ()
+        with steps("answering" if moves else "answering without the context", len(tails)) as advance:
+
+            def done(count: int) -> None:
+                for _ in range(count):
+                    advance(None)
+
+            return answered(self.bound, before, list(tails), tokens=self.tokens, stop=stop, moves=moves, progress=done)
+
+    def solve(self, what: str, frame: Any, examples: Any, plan: dict[str, Any], store: Path | None = None) -> Any:
+        from contextfold.bake import bake, places
+
+        with steps(what, places(self.bound, plan["method"])) as advance:
+            return bake(self.bound, frame, examples, store=store, progress=lambda *_: advance(None), **plan)
+
+    def wrong(self, frame: Any, known: Any, plan: dict[str, Any]) -> dict[str, Any]:
+        """Patches of the same questions and answers, from a shuffled context and from another one."""
+        from contextfold import prompts, suites
+        from contextfold.bake import Frame
+        from contextfold.verify.controls import OTHER, SHUFFLED, shuffled
+
+        other = prompts.encode_text(self.loaded.tokenizer, suites.OTHER_CONTEXT)
+        contexts = {OTHER: other, SHUFFLED: shuffled(frame.context, ())}
+        return {
+            name: self.solve(f"baking control {name}", Frame(frame.kept, ids), known, plan).patch
+            for name, ids in contexts.items()
+            if ids is not None
+        }
+
+
+def _frame(laid: Any) -> Any:
+    from contextfold.bake import Frame
+
+    return Frame(laid.kept, laid.context)

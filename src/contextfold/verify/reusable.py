@@ -1,0 +1,276 @@
+"""The proof for a reusable patch: questions that it has never seen, controls, and what it does where it should not act.
+
+Nothing here is exact, and nothing is claimed to be. What is measured is how much of the context's effect comes back.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contextfold.anatomy import Bound
+from contextfold.bake import Baked, Example, Frame, answered
+from contextfold.errors import InputError
+from contextfold.patch import Patch
+from contextfold.runtime import Run, materialised, run
+from contextfold.verify.controls import RANDOM, SHUFFLED, random_like
+from contextfold.verify.receipt import receipt_of
+
+__all__ = ["Effect", "Recovery", "ReusableVerdict", "evaluate"]
+
+CONTROL_LIMIT = 0.2
+"""Share of the effect that a control may bring back before it makes the patch's own share worthless."""
+
+USEFUL = 0.8
+"""Share of the effect from which a patch is called a stand-in for its context."""
+
+RESAMPLES = 2000
+TOGETHER = 8
+"""Questions whose logits are held at once; a vocabulary is wide."""
+
+Condition = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How far a model is from another on the answers to some questions."""
+
+    kl_nats: tuple[float, ...]
+    """Per question, the mean KL(reference ‖ this) over the tokens of its answer, in nats."""
+    top1: float
+    """Share of answer tokens at which both prefer the same token."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.kl_nats)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How much of the context's effect a patch brings back: `1 − KL patched / KL unpatched`."""
+
+    share: float
+    low: float
+    high: float
+    """95 % interval, by drawing the questions again."""
+    patched: Effect
+
+    @classmethod
+    def of(cls, patched: Effect, unpatched: Effect) -> Recovery:
+        p, u = (torch.tensor(e.kl_nats, dtype=torch.float64) for e in (patched, unpatched))
+        draws = torch.randint(len(p), (RESAMPLES, len(p)), generator=torch.Generator().manual_seed(0))
+        shares = 1 - p[draws].mean(1) / u[draws].mean(1)
+        low, high = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        return cls(1 - patched.mean / unpatched.mean, low, high, patched)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kl_recovered": self.share,
+            "interval": [self.low, self.high],
+            "kl_patched": self.patched.mean,
+            "top1": self.patched.top1,
+        }
+
+
+@dataclass(frozen=True)
+class ReusableVerdict:
+    """What a baked patch does on questions that it was not made from. Divergences in nats per answer token."""
+
+    model: str
+    dtype: torch.dtype
+    method: str
+    unpatched: Effect
+    patched: Recovery
+    controls: Mapping[str, Recovery]
+    same_answers: float
+    """Share of questions that the patched model, left alone, answers word for word as the in-context one."""
+    elsewhere: Mapping[str, tuple[Effect, Effect]]
+    """On text that the context has no business with, against the bare model: with the patch, and with the context."""
+    strengths: Mapping[float, float]
+    """Factor of the patch -> share recovered."""
+    baked: Baked | None
+    receipt: Mapping[str, Any]
+    remarks: tuple[str, ...] = field(default=())
+
+    def reasons(self) -> list[str]:
+        """Why the patch is no stand-in for the context; empty when it is one."""
+        found = []
+        if not self.patched.share >= USEFUL:
+            found.append(f"it recovers less than {USEFUL:.0%}")
+        found += [
+            f"control {name} recovers {control.share:.0%}"
+            for name, control in self.controls.items()
+            if not control.share < self.limit(name)
+        ]
+        return found
+
+    def limit(self, control: str) -> float:
+        """What a control must stay below. The words of a context in another order are still its words, and bring back
+        some of it in the window too: their patch must only stay below all that the real one may be worth."""
+        return self.patched.low if control == SHUFFLED else CONTROL_LIMIT
+
+    @property
+    def holds(self) -> bool:
+        return not self.reasons()
+
+    def sentence(self) -> str:
+        """The verdict in words."""
+        p = self.patched
+        text = (
+            f"{p.share:.1%} of the context's effect ({p.low:.1%} to {p.high:.1%}) on {len(p.patched.kl_nats)} "
+            f"questions that it has never seen: {self.unpatched.mean:.3g} -> {p.patched.mean:.3g} nats per token, top-1 "
+            f"{self.unpatched.top1:.0%} -> {p.patched.top1:.0%}"
+        )
+        if self.controls:
+            best = max(self.controls.items(), key=lambda item: item[1].share)
+            text += f"; the best control, {best[0]}, recovers {max(best[1].share, 0):.0%}"
+        moved = "".join(
+            f". On {name} it moves the model by {patch.mean:.2g} nats per token (the context: {context.mean:.2g})"
+            for name, (patch, context) in self.elsewhere.items()
+        )
+        lead = "A stand-in for the context" if self.holds else "No stand-in for the context"
+        why = "" if self.holds else " (" + "; ".join(self.reasons()) + ")"
+        return f"{lead}{why}: {text}{moved}."
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys; documented in `docs/json.md`."""
+        u = self.unpatched.mean
+        return {
+            "model": self.model,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "estimator": self.method,
+            "holds": self.holds,
+            "verdict": self.sentence(),
+            "questions": len(self.unpatched.kl_nats),
+            "kl_unpatched": u,
+            "unpatched_top1": self.unpatched.top1,
+            **self.patched.to_json(),
+            "same_answers": self.same_answers,
+            "controls": {name: control.to_json() for name, control in self.controls.items()},
+            "elsewhere": {
+                name: {"kl_patched": patch.mean, "kl_context": context.mean, "kl_ratio": patch.mean / u}
+                for name, (patch, context) in self.elsewhere.items()
+            },
+            "strengths": {f"{factor:g}": share for factor, share in self.strengths.items()},
+            "sites": [vars(site) for site in self.baked.sites] if self.baked else [],
+            "calibration_tokens": self.baked.tokens if self.baked else None,
+            "remarks": list(self.remarks),
+            "receipt": dict(self.receipt),
+        }
+
+
+@torch.no_grad()
+def evaluate(
+    bound: Bound,
+    patch: Patch | Baked,
+    frame: Frame,
+    held_out: Sequence[Example],
+    *,
+    controls: Mapping[str, Patch] | None = None,
+    elsewhere: Mapping[str, Sequence[Example]] | None = None,
+    strengths: Sequence[float] = (),
+    stop: Sequence[int] = (),
+    name: str = "",
+    method: str = "",
+) -> ReusableVerdict:
+    """Put a baked patch to the test, written into the weights, under the unmodified forward.
+
+    `held_out` are questions with the in-context model's answers, none of which the patch was made from. `controls`
+    are patches that must not do what this one does; a random one of equal norm is always among them. `elsewhere`
+    names examples with the *bare* model's answers. `stop` ends an answer when the patched model is left alone.
+
+    Raises `InputError` without held-out questions, or when the context does nothing on them.
+    """
+    if not held_out:
+        raise InputError("there are no held-out questions; what a patch does on those it was made from proves nothing")
+    baked = patch if isinstance(patch, Baked) else None
+    edits = patch.patch if isinstance(patch, Baked) else patch
+    conditions: dict[str, Condition] = {"": nullcontext, "patch": lambda: materialised(bound, edits)}
+    others = {**(controls or {}), RANDOM: random_like(edits)}
+    conditions |= {f"control {n}": _writer(bound, p) for n, p in others.items()}
+    conditions |= {f"times {f}": _writer(bound, edits * f) for f in strengths}
+    effects = _effects(bound, frame.full, frame.kept, held_out, conditions)
+    unpatched = effects[""]
+    if not unpatched.mean > 0:
+        raise InputError("the context changes nothing on the held-out questions; is it the one that answered them?")
+    return ReusableVerdict(
+        model=name or bound.model_type,
+        dtype=bound.dtype,
+        method=method,
+        unpatched=unpatched,
+        patched=Recovery.of(effects["patch"], unpatched),
+        controls={n: Recovery.of(effects[f"control {n}"], unpatched) for n in others},
+        same_answers=_same(bound, edits, frame, held_out, stop),
+        elsewhere={n: _elsewhere(bound, edits, frame, examples) for n, examples in (elsewhere or {}).items()},
+        strengths={f: 1 - effects[f"times {f}"].mean / unpatched.mean for f in strengths},
+        baked=baked,
+        receipt=receipt_of(bound),
+    )
+
+
+def _writer(bound: Bound, patch: Patch) -> Condition:
+    return lambda: materialised(bound, patch)
+
+
+def _effects(
+    bound: Bound, reference: Tensor, before: Tensor, examples: Sequence[Example], conditions: Mapping[str, Condition]
+) -> dict[str, Effect]:
+    """Under each condition the model with `before` in front, against the unpatched one with `reference` in front."""
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in conditions}
+    for part in _parts(examples):
+        wanted = [_answer_logits(bound.model, reference, e) for e in part]
+        for name, condition in conditions.items():
+            with condition():
+                found[name] += [
+                    _compare(p, _answer_logits(bound.model, before, e)) for p, e in zip(wanted, part, strict=True)
+                ]
+    return {name: _effect(rows) for name, rows in found.items()}
+
+
+def _elsewhere(bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example]) -> tuple[Effect, Effect]:
+    """Against the bare model: with the patch, and with the context."""
+    moved: list[list[tuple[float, float, int]]] = [[], []]
+    for part in _parts(examples):
+        bare = [_answer_logits(bound.model, frame.kept, e) for e in part]
+        moved[1] += [_compare(p, _answer_logits(bound.model, frame.full, e)) for p, e in zip(bare, part, strict=True)]
+        with materialised(bound, patch):
+            moved[0] += [
+                _compare(p, _answer_logits(bound.model, frame.kept, e)) for p, e in zip(bare, part, strict=True)
+            ]
+    return _effect(moved[0]), _effect(moved[1])
+
+
+def _parts(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+    return (examples[start : start + TOGETHER] for start in range(0, len(examples), TOGETHER))
+
+
+def _answer_logits(model: nn.Module, before: Tensor, example: Example) -> Tensor:
+    """`(a, V)`: what the model says at each token of the answer, before it is given."""
+    ids = torch.cat([before, example.tail])
+    n = example.tail.numel() - example.answer
+    return run(model, Run(ids, torch.arange(ids.numel())), last=n + 1)[:-1]
+
+
+def _compare(wanted: Tensor, given: Tensor) -> tuple[float, float, int]:
+    """Mean KL in nats, how many first choices agree, and of how many."""
+    p, q = torch.log_softmax(wanted.double(), -1), torch.log_softmax(given.double(), -1)
+    kl = (p.exp() * (p - q)).sum(-1).mean()
+    return max(float(kl), 0.0), float((p.argmax(-1) == q.argmax(-1)).sum()), p.shape[0]
+
+
+def _effect(rows: Sequence[tuple[float, float, int]]) -> Effect:
+    return Effect(tuple(kl for kl, _, _ in rows), sum(same for _, same, _ in rows) / sum(n for _, _, n in rows))
+
+
+def _same(bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example], stop: Sequence[int]) -> float:
+    """Share of answers that the patched model, left alone, gives token by token as the in-context model did."""
+    tokens = max(e.tail.numel() - e.answer for e in examples)
+    with materialised(bound, patch):
+        own = answered(bound, frame.kept, [e.question for e in examples], tokens=tokens, stop=stop)
+    return statistics.mean(torch.equal(a.tail, b.tail) for a, b in zip(own, examples, strict=True))
