@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
-from types import MappingProxyType
 
 __all__ = ["versions"]
 
 
+def versions() -> dict[str, str]:
+    """Of Python, this package, torch and transformers."""
+    return dict(_found())
+
+
 @cache
-def versions() -> Mapping[str, str]:
-    """Of Python, this package, torch and transformers; they do not change while a process runs."""
+def _found() -> tuple[tuple[str, str], ...]:
+    """They do not change while a process runs, and looking them up takes longer than one would think."""
     packages = ("contextfold", "torch", "transformers")
-    return MappingProxyType({"python": platform.python_version(), **{name: version(name) for name in packages}})
+    return (("python", platform.python_version()), *((name, version(name)) for name in packages))
