@@ -167,3 +167,37 @@ def test_the_public_surface_is_the_list():
     assert set(contextfold.__all__) == set(contextfold._HOME)
     with pytest.raises(AttributeError):
         contextfold.nothing  # noqa: B018
+
+
+ASKED = "one?\ntwo?\nthree?\nfour?\nfive?\nsix?\nseven?\neight?"
+BAKE = ("--context", CONTEXT, "--queries", ASKED, "--tokens", 3)
+
+
+def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_path):
+    out = tmp_path / "patch.safetensors"
+    code, printed, _ = call("bake", folder, *BAKE, "--out", out, "--json")
+    found = json.loads(printed)
+    assert found["questions"] == 2
+    assert set(found["controls"]) == {"other_context", "shuffled_context", "random_patch"}
+    assert found["kl_recovered"] == 1 - found["kl_patched"] / found["kl_unpatched"]
+    assert {site["role"] for site in found["sites"]} == {"attention output map", "output map"}
+    assert (code == 0) == found["holds"] == (found["patch"] is not None) == out.exists()
+    assert list(tmp_path.iterdir()) == ([out] if found["holds"] else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--estimator", "magic"), "two-sites, output, attention, matrix, all"),
+        (("--anchors", 99), "not between 0 and 40"),
+        (("--penalty", "much"), "neither a number nor auto"),
+        (("--queries", "one?\ntwo?"), "too few to hold some out"),
+        (("--held-out", " "), "one per line"),
+    ],
+)
+def test_bake_refuses_bad_options_in_one_line(call, folder, tmp_path, arguments, words):
+    out = tmp_path / "patch.safetensors"
+    code, printed, errors = call("bake", folder, *BAKE, "--out", out, *arguments)
+    assert (code, printed) == (2, "")
+    assert words in errors
+    assert not out.exists()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.test_prompts import CHATML, NO_SYSTEM, make
 
 from contextfold.errors import InputError
 from contextfold.questions import questions, read_questions
+from test_prompts import CHATML, NO_SYSTEM, make
 
 PLAIN = ["one a", "a b", "two b:"]
 

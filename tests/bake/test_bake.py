@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests import tiny
 from torch import Tensor
 
+import tiny
 from contextfold.anatomy import Bound, bind
 from contextfold.bake import ESTIMATORS, Baked, Example, Frame, answered, bake
 from contextfold.errors import InputError

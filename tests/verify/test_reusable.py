@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import tiny
 
+import tiny
 from contextfold.anatomy import Bound, bind
 from contextfold.bake import Example, Frame, answered, bake
 from contextfold.errors import InputError

@@ -124,8 +124,8 @@ class ReusableVerdict:
         p = self.patched
         text = (
             f"{p.share:.1%} of the context's effect ({p.low:.1%} to {p.high:.1%}) on {len(p.patched.kl_nats)} "
-            f"questions that it has never seen: {self.unpatched.mean:.3g} -> {p.patched.mean:.3g} nats per token, top-1 "
-            f"{self.unpatched.top1:.0%} -> {p.patched.top1:.0%}"
+            f"questions that it has never seen: {self.unpatched.mean:.3g} -> {p.patched.mean:.3g} nats per token, "
+            f"top-1 {self.unpatched.top1:.0%} -> {p.patched.top1:.0%}"
         )
         if self.controls:
             best = max(self.controls.items(), key=lambda item: item[1].share)
