@@ -42,7 +42,7 @@ TOLERANCES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
 """Relative Frobenius errors of every matrix edit."""
 
 CONTEXT = 200
-LENGTHS = (32, 64, 128, 256, 512, 1024)
+LENGTHS = {"smollm2": (32, 64, 128, 256, 512, 1024), "gemma3-270m": (32, 64, 128, 256, 512)}
 RUNS, LONG = 3, 256
 """From so many positions on a fold takes long enough to be measured once."""
 
@@ -131,9 +131,9 @@ def cost(names: list[str]) -> None:
     """A row per model and length, written as they come."""
     path = FOLDER / "sequence-cost.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    for name in names or ["smollm2", "gemma3-270m"]:
+    for name in names or LENGTHS:
         rows = [row for row in rows if row["model"] != name]
-        for n in LENGTHS:
+        for n in LENGTHS[name]:
             rows.append({"model": name, "context": CONTEXT, "positions": n, **_cost(bound_model(name), n)})
             print(rows[-1], flush=True)  # noqa: T201
             path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contextfold.lowrank import LowRank, invert_rmsnorm, min_norm_update, times
+from contextfold.lowrank import LowRank, invert_rmsnorm, invert_rmsnorm_rows, min_norm_update, times
 
 SEEDS = st.integers(0, 10**6)
 
@@ -176,3 +176,12 @@ def test_zeros_in_scale_and_target(d: int, seed: int) -> None:
 def test_a_coordinate_that_wants_nothing_need_not_be_hard() -> None:
     m, g = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64), torch.tensor([0.0, 9.0, 9.0], dtype=torch.float64)
     assert check_optimal(g, m, 1.0, 0) is False
+
+
+@given(st.integers(1, 5), st.integers(2, 30), SEEDS)
+def test_rows_are_inverted_together_as_one_by_one(n: int, d: int, seed: int) -> None:
+    g, m, rho = random(n, d, seed=seed), random(d, seed=seed + 1), 1 - 0.2 * random(n, seed=seed + 2).sigmoid()
+    g[0, m.abs().argmin()] = 0  # may be the hard case
+    met = invert_rmsnorm_rows(g, m, rho)
+    wanted = torch.stack([invert_rmsnorm(row, m, float(r)).y for row, r in zip(g, rho, strict=True)])
+    assert torch.allclose(met, wanted, rtol=1e-7, atol=1e-9)

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-__all__ = ["Inversion", "LowRank", "Metric", "Solution", "invert_rmsnorm", "min_norm_update", "times"]
+__all__ = [
+    "Inversion",
+    "LowRank",
+    "Metric",
+    "Solution",
+    "invert_rmsnorm",
+    "invert_rmsnorm_rows",
+    "min_norm_update",
+    "times",
+]
 
 SINGULAR = 1e-12
 """A singular value below this fraction of the largest counts as zero (float64 solves)."""
@@ -236,3 +245,29 @@ def invert_rmsnorm(g: Tensor, m: Tensor, mean_square: float = 1.0) -> Inversion:
     # What rounding left of the constraint is spread evenly: the direction is unchanged.
     y = y * torch.sqrt(mean_square / (y**2).mean())
     return Inversion(y, float(mu), False)
+
+
+def invert_rmsnorm_rows(g: Tensor, m: Tensor, mean_square: Tensor) -> Tensor:
+    """`invert_rmsnorm(...).y` for rows `g (n, d)` under one scale `m (d,)`, each with its `mean_square (n,)`.
+
+    Rows that may be the hard case are solved one by one; the rest together, by the same iteration.
+    """
+    g, m = g.double(), m.double()
+    a, m2 = g * m, m * m
+    least = m2.min()
+    rho = mean_square.double().sqrt()
+    lo = least - a.square().mean(1).sqrt() / rho
+    mu = (m2 - a.abs() / (rho * math.sqrt(m.numel()))[:, None]).min(1).values
+    mu = torch.minimum(mu, least - torch.finfo(torch.float64).eps * least.clamp_min(1e-300))
+    for _ in range(NEWTON_STEPS):
+        part = (a / (m2 - mu[:, None])).square()
+        F = part.mean(1)
+        step = (F**-0.5 - 1 / rho) * F**1.5 / (part / (m2 - mu[:, None])).mean(1)
+        mu, before = torch.maximum(mu + step, lo), mu
+        if bool(((mu - before).abs() <= 4e-16 * (mu.abs() + least)).all()):
+            break
+    y = a / (m2 - mu[:, None])
+    y = y * (rho / y.square().mean(1).sqrt())[:, None]
+    for row in (a[:, m2 <= least * (1 + SINGULAR)] == 0).all(1).nonzero()[:, 0].tolist():
+        y[row] = invert_rmsnorm(g[row], m, float(mean_square[row])).y
+    return y

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from contextfold.anatomy import Bound, first_output
 from contextfold.runtime import Run, run
 
-__all__ = ["halving_loss"]
+__all__ = ["FREE", "halving_loss"]
+
+FREE = 1e-3
+"""Largest loss at which lengths count as free: about what a layer without a scale for all positions misses otherwise.
+The eps of a norm stays far below, a head that reads lengths far above."""
 
 TOKENS = 8
 """Enough to show it, too few to cost anything beside the forwards of a fold."""

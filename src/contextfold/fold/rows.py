@@ -59,8 +59,8 @@ class Targets:
     rows: Tensor
     """The chosen rows of the reduced run, counted from its end."""
     strict: bool = False
-    loss: float = math.inf
-    """What halving the length of the finished sum costs the logits, relative; below every miss, it is free."""
+    free: bool = False
+    """Whether only the directions of the finished sums are read, so that their lengths may be used."""
     done: Callable[[SequenceLayer], None] = lambda layer: None
 
 

@@ -30,7 +30,6 @@ from contextfold.lowrank import LowRank, Metric, min_norm_update
 from contextfold.patch import ScaleEdit, Site
 from contextfold.rules import (
     AttentionOutput,
-    FreeLengths,
     InputWeight,
     JointPostNorm,
     OutputAlone,
@@ -95,9 +94,8 @@ class _BranchRows(RowsFold):
 
     def _reach_through(self, norm: Norm, h: Tensor, branch: Tensor, metric: Metric | None) -> LowRank:
         block = self.block
-        along = self.targets.wanted["t"].double() / block.total.factor / block.alpha
-        free = FreeLengths(along, self.targets.loss)
-        joint = JointPostNorm().solve(block.name, h, branch, self.g, norm.scale, norm.eps, metric, free)
+        along = self.targets.wanted["t"].double() / block.total.factor / block.alpha if self.targets.free else None
+        joint = JointPostNorm().solve(block.name, h, branch, self.g, norm.scale, norm.eps, metric, along)
         self._note(joint.findings)
         m = norm.scale.abs()
         self.numbers["scale_ratio_max"] = float((joint.scale.abs() / (m + m.median())).max())

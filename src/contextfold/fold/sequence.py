@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from contextfold.anatomy import Bound, bind
 from contextfold.errors import InputError
 from contextfold.fold.header import header_of
-from contextfold.fold.lengths import halving_loss
+from contextfold.fold.lengths import FREE, halving_loss
 from contextfold.fold.rows import RowsFold, SequenceLayer, Targets
 from contextfold.fold.rowsites import PatchSites, rows_fold, rows_kind
 from contextfold.fold.split import SINK, Positions, Spans, Split, split
-from contextfold.patch import Patch
-from contextfold.runtime import Action, Written, before, recording, run
+from contextfold.patch import Edit, Patch, Site
+from contextfold.runtime import Action, BlockState, Written, before, recording, run
 
 __all__ = ["FoldedSequence", "fold_sequence"]
 
@@ -80,22 +80,49 @@ def fold_sequence(
     full_rows = _in_full(parts, context.numel(), query.numel(), keep)[rows].tolist()
     with recording(bound.blocks, full_rows, letters) as wanted:
         in_context = run(bound.model, parts.full, last=query.numel())
-    targets = [Targets(state, rows, strict, done=progress) for state in wanted]
-    if sites != "attention" and bound.blocks[-1].norm_post is not None:
-        targets[-1] = Targets(wanted[-1], rows, strict, halving_loss(bound, parts.full), progress)
-    folds = [rows_fold(bound, block, sites, aim) for block, aim in zip(bound.blocks, targets, strict=True)]
-    if typical is not None:
-        _look_at_typical(bound, folds, typical)
-    overlay = (Written if written else Action)(bound.model, [site for fold in folds for site in fold.sites])
-    with ExitStack() as stack:
-        for fold in folds:
-            fold.listen(stack, overlay)
-        with overlay:
-            run(bound.model, parts.reduced)
+    run_of = _Solving(bound, parts, wanted, rows, sites, typical, strict, written, progress)
+    folds, edits = run_of(free=True)
+    if folds[-1].report().length_change_max > 0 and halving_loss(bound, parts.full) > FREE:
+        folds, edits = run_of(free=False)
     plan = tuple(dict.fromkeys(name for fold in folds for name in fold.plan))
     exact = tuple(parts.reduced.positions[rows].tolist())
-    patch = Patch(header_of(bound, parts, "sequence", exact, plan, written), overlay.edits)
+    patch = Patch(header_of(bound, parts, "sequence", exact, plan, written), edits)
     return FoldedSequence(patch, parts, in_context, tuple(fold.report() for fold in folds))
+
+
+@dataclass(frozen=True, eq=False)
+class _Solving:
+    """The reduced run, in which every block is solved while the forward passes through it."""
+
+    bound: Bound
+    parts: Split
+    wanted: Sequence[BlockState]
+    rows: Tensor
+    sites: PatchSites
+    typical: Tensor | None
+    strict: bool
+    written: bool
+    progress: Callable[[SequenceLayer], None]
+
+    def __call__(self, free: bool) -> tuple[list[RowsFold], Mapping[Site, Edit]]:
+        """Solvers and edits; `free`: that the lengths of the last block's finished sums may be used."""
+        blocks, model = self.bound.blocks, self.bound.model
+        folds = [
+            rows_fold(
+                self.bound, block, self.sites,
+                Targets(state, self.rows, self.strict, free and block is blocks[-1], self.progress),
+            )
+            for block, state in zip(blocks, self.wanted, strict=True)
+        ]  # fmt: skip
+        if self.typical is not None:
+            _look_at_typical(self.bound, folds, self.typical)
+        overlay = (Written if self.written else Action)(model, [site for fold in folds for site in fold.sites])
+        with ExitStack() as stack:
+            for fold in folds:
+                fold.listen(stack, overlay)
+            with overlay:
+                run(model, self.parts.reduced)
+        return folds, overlay.edits
 
 
 def _rows(parts: Split, n: int, at: Sequence[int] | None) -> Tensor:

@@ -15,7 +15,6 @@ from contextfold.rules.experts import (
     ties,
 )
 from contextfold.rules.joint import JointPostNorm, JointScale, joint_scale
-from contextfold.rules.lengths import FreeLengths
 from contextfold.rules.linear import (
     AttentionOutput,
     InputWeight,
@@ -46,7 +45,6 @@ __all__ = [
     "EvenShare",
     "ExpertInput",
     "ExpertsSolution",
-    "FreeLengths",
     "InputBias",
     "InputScale",
     "InputWeight",

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from contextfold.calculus import Demand, Kind, Service
-from contextfold.lowrank import Metric, Solution, invert_rmsnorm, min_norm_update
+from contextfold.lowrank import Metric, Solution, invert_rmsnorm_rows, min_norm_update
 from contextfold.outcomes import Finding, Outcome
 from contextfold.rules.base import MATRIX, UpdateRule, finite, refuse_if
-from contextfold.rules.lengths import FreeLengths, fit_lengths
+from contextfold.rules.lengths import fit_lengths
 from contextfold.rules.postnorm import floored_scale
 
 __all__ = ["JointPostNorm", "JointScale", "JointSolution", "joint_scale"]
@@ -69,7 +69,7 @@ def joint_scale(G: Tensor) -> JointScale:
     seen = (G > 0).any(0)
     H = G[:, seen]
     # With lambda constant, a scales as lambda^(-1/2): start where the mean equation holds.
-    start = torch.full((G.shape[0],), float((H @ H.sum(0).rsqrt()).mean()) ** 2, dtype=torch.float64)
+    start = G.new_full((G.shape[0],), float((H @ H.sum(0).rsqrt()).mean()) ** 2)
     soft = _dual_maximum(H, start, SOFT)
     hard = soft if _hopeless(soft) else _dual_maximum(H, soft, HARD, may_give_up=True)
     exact = _scale_of(G, seen, hard)
@@ -82,7 +82,7 @@ def _hopeless(lam: Tensor) -> bool:
 
 
 def _scale_of(G: Tensor, seen: Tensor, lam: Tensor) -> JointScale:
-    a = torch.ones(G.shape[1], dtype=torch.float64)
+    a = G.new_ones(G.shape[1])
     a[seen] = (lam @ G[:, seen]).rsqrt()
     return JointScale(a, float((G @ a - 1).abs().max()))
 
@@ -98,7 +98,7 @@ def _dual_maximum(H: Tensor, lam: Tensor, pull: float, may_give_up: bool = False
     for _ in range(NEWTON_STEPS):
         s = lam @ H
         slope = H @ s.rsqrt() - 1 - pull * lam
-        curve = 0.5 * (H * s**-1.5) @ H.T + pull * torch.eye(H.shape[0], dtype=torch.float64)
+        curve = 0.5 * (H * s**-1.5) @ H.T + pull * torch.eye(H.shape[0], dtype=torch.float64, device=H.device)
         step = torch.linalg.solve(curve, slope)
         decrement = float(slope @ step)
         if decrement <= 1e-18 * max(1.0, abs(value)) or (may_give_up and _hopeless(lam)):
@@ -122,7 +122,7 @@ class JointSolution:
     lengths: Tensor
     """`(n,)`: what each finished sum is to be multiplied by; 1 where no length was freed."""
     miss: float
-    """Largest relative miss of a position's reach; 0 means that one scale serves all of them."""
+    """Largest relative miss of a position's reach, before any length was freed; 0 where one scale serves all."""
     findings: Sequence[Finding]
 
 
@@ -141,13 +141,13 @@ class JointPostNorm(UpdateRule):
 
     def solve(
         self, where: str, h: Tensor, branch: Tensor, g: Tensor, m: Tensor, eps: float, metric: Metric | None = None,
-        free: FreeLengths | None = None,
+        along: Tensor | None = None,
     ) -> JointSolution:  # fmt: skip
         """`h (n, f)`, `branch = W_out h + b (n, d)`, wanted `g (n, d)`, effective scale `m (d,)`, the norm's `eps`.
 
-        `free`: that only the directions of the finished sums are read; their lengths are then used where no scale
-        serves all positions and where that costs less than the miss. Raises `NotControllable` for values that are not
-        finite, a zero target or a zero source.
+        `along (n, d)`: by how much the wanted branches grow when the finished sums double, where only the directions of
+        these are read; None where their lengths count. Raises `NotControllable` for values that are not finite, a zero
+        target or a zero source.
         """
         finite(where, h=h, g=g, m=m)
         h, p, g, m = h.double(), branch.double(), g.double(), m.double()
@@ -157,23 +157,23 @@ class JointPostNorm(UpdateRule):
         rho = c / torch.sqrt(c * c + eps)
         M = floored_scale(m)
         joint = joint_scale((g / M).square() / (g.shape[1] * rho.square())[:, None])
-        a, miss, lengths = joint.a, joint.miss, torch.ones_like(c)
-        findings = []
-        if free is not None and miss > max(FEASIBLE, free.loss):
-            _alive(where, free.along)
-            a, lengths = fit_lengths(a, g, free.along.double(), M, rho)
-            g, miss = g + (lengths - 1)[:, None] * free.along.double(), 0.0
+        a, lengths, findings = joint.a, torch.ones_like(c), []
+        exact = joint.miss <= FEASIBLE
+        if not exact and along is not None:
+            _alive(where, along)
+            a, lengths = fit_lengths(a, g, along.double(), M, rho)
+            g, exact = g + (lengths - 1)[:, None] * along.double(), True
             _alive(where, g)
             far = float((lengths - 1).abs().max())
             findings.append(Finding(Outcome.LENGTH_FREED, where, "largest relative change of a length", far, 0.0))
-        elif miss > FEASIBLE:
+        elif not exact:
             findings.append(
-                Finding(Outcome.SCALE_INFEASIBLE, where, "largest relative miss of a reach", miss, FEASIBLE)
+                Finding(Outcome.SCALE_INFEASIBLE, where, "largest relative miss of a reach", joint.miss, FEASIBLE)
             )
         scale = torch.where(m < 0, -1.0, 1.0).double() * M * a.rsqrt()
-        unit = torch.stack([_unit(g_i, scale, float(r), miss) for g_i, r in zip(g, rho, strict=True)])
+        unit = _units(g, scale, rho) if exact else invert_rmsnorm_rows(g, scale, rho.square())
         solution = min_norm_update(h, (c / rho)[:, None] * unit - p, metric)
-        return JointSolution(solution, scale, g, lengths, miss, findings)
+        return JointSolution(solution, scale, g, lengths, joint.miss, findings)
 
 
 def _alive(where: str, targets: Tensor) -> None:
@@ -181,9 +181,7 @@ def _alive(where: str, targets: Tensor) -> None:
     refuse_if(dead > 0, Finding(Outcome.NOTHING_TO_AIM_AT, where, "positions with a zero target", dead, 0))
 
 
-def _unit(g: Tensor, scale: Tensor, rho: float, miss: float) -> Tensor:
-    """The normalised vector that the scale turns into g, or into the nearest branch that it can reach."""
-    if miss <= FEASIBLE:
-        wanted = torch.where(g != 0, g / scale, torch.zeros_like(g))
-        return wanted * (rho / wanted.square().mean().sqrt())
-    return invert_rmsnorm(g, scale, rho**2).y
+def _units(g: Tensor, scale: Tensor, rho: Tensor) -> Tensor:
+    """The normalised vectors `(n, d)` that the scale turns into g."""
+    wanted = torch.where(g != 0, g / scale, torch.zeros_like(g))
+    return wanted * (rho / wanted.square().mean(1).sqrt())[:, None]

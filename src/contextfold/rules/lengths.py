@@ -12,26 +12,14 @@ sqrt(k) divides every q_i by k. So: the least k >= 1 that lets every position in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-__all__ = ["FreeLengths", "fit_lengths"]
+__all__ = ["fit_lengths"]
 
 SHORTEST = 0.5
-"""No sum becomes shorter than this: the eps of the norm that reads it would count for more. `FreeLengths.loss` is
-measured at this length."""
-
-
-@dataclass(frozen=True, eq=False)
-class FreeLengths:
-    """The freedom that a norm over the finished sum leaves."""
-
-    along: Tensor
-    """`e (n, d)`: by how much the wanted branch grows when the finished sum doubles."""
-    loss: float
-    """Relative change of the logits when every sum is halved: what the norm's eps makes of a length."""
+"""No sum becomes shorter than this: the eps of the norm that reads it would count for more. What lengths cost is
+measured at this one."""
 
 
 def fit_lengths(a: Tensor, g: Tensor, along: Tensor, M: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
