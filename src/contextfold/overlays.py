@@ -89,8 +89,8 @@ class Overlay(ABC):
     def _prepare_quantised(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
         """The same where the weight is stored in another form. Raises `UnsupportedModel` unless it can stay."""
         raise UnsupportedModel(
-            f"{site.name} of a {type(owner).__name__} is quantised, so no edit can be written into it; let the patch "
-            "act beside the weights (fold with written=False, then `applied`), or load the model unquantised"
+            f"{site.name} of a {type(owner).__name__} is quantised or wrapped, so no edit can be written into it; let "
+            "the patch act beside it (fold with written=False, then `applied`), or load the model plain"
         )
 
     @abstractmethod

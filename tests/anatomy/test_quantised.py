@@ -149,7 +149,7 @@ def test_writing_is_refused_by_name(kind):
     model = quantised(KINDS[kind])
     before = bits(model)
     context, query = tokens(model, 9, 3), tokens(model, 6, 103)
-    message = r"^model\.layers\.1\.mlp\.\w+\.weight of a \w+ is quantised, .* written=False"
+    message = r"^model\.layers\.1\.mlp\.\w+\.weight of a \w+ is quantised or wrapped, .* written=False"
     with pytest.raises(UnsupportedModel, match=message):
         fold_token(model, context, query)
     patch = fold_token(model, context, query, written=False).patch
@@ -157,6 +157,21 @@ def test_writing_is_refused_by_name(kind):
         pass
     assert bits(model) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_patch_acts_beside_an_adapter():
+    """What is wrapped gives its weight by what it computes, too."""
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False), model)
+    model = model.double().eval()
+    context, query = tokens(model, 9, 3), tokens(model, 6, 103)
+    with pytest.raises(UnsupportedModel, match="is quantised or wrapped"):
+        fold_token(model, context, query)
+    folded = fold_token(model, context, query, written=False)
+    unpatched = gap(run(model, folded.split.reduced)[0], folded.in_context)
+    with applied(model, folded.patch):
+        assert gap(run(model, folded.split.reduced)[0], folded.in_context) <= 1e-10 * unpatched
 
 
 def test_a_patch_of_other_sizes_does_not_fit():

@@ -96,25 +96,35 @@ class LinearMap:
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMap(LinearMap):
-    """A map whose weights are stored in another form: edits act beside it and cannot be written into it."""
+    """A map whose weight is stored in another form, or wrapped: edits act beside it and cannot be written into it.
+
+    W and b are what its module computes from rows of the identity and of zeros; they are not kept. `forward` itself is
+    called: no hook is to hear of it, and no edit beside the module to add to it.
+    """
 
     beside: Tensor
     """A parameter of the layer that is not quantised: it tells device and dtype."""
 
     @property
     def weight(self) -> Tensor:
-        """`W (out, in)` as its module computes it, column by column, from rows of the identity; not kept.
+        return (self._forward(torch.eye(self._width)) - self.bias).T
 
-        `forward` itself is called: no hook is to hear of it, and no edit beside the module to add to it.
-        """
-        size = int(self.module.in_features)  # type: ignore[arg-type]
-        with torch.no_grad():
-            columns: Tensor = self.module.forward(torch.eye(size, dtype=self.beside.dtype, device=self.beside.device))
-        return (columns if self.bias is None else columns - self.bias).T
+    @property
+    def bias(self) -> Tensor:
+        return self._forward(torch.zeros(1, self._width))[0]
 
     @property
     def like(self) -> Tensor:
         return self.beside
+
+    @property
+    def _width(self) -> int:
+        return stored_shape(self.module)[1]
+
+    @torch.no_grad()
+    def _forward(self, inputs: Tensor) -> Tensor:
+        given: Tensor = self.module.forward(inputs.to(self.beside))
+        return given
 
 
 @dataclass(frozen=True, eq=False)

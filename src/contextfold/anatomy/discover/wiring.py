@@ -81,9 +81,12 @@ class _Finder:
     @cached_property
     def vectors(self) -> dict[str, Tensor]:
         """Parameters and buffers of the layer that hold a number or a vector, by dotted name; float64."""
-        held = itertools.chain(self.call.layer.named_parameters(), self.call.layer.named_buffers())
-        flat = {name: value.detach().double().reshape(-1).squeeze() for name, value in held}
-        return {name: value for name, value in flat.items() if value.numel() <= self.tape.result.shape[-1]}
+        held, width = self.call.layer, self.tape.result.shape[-1]
+        return {
+            name: value.detach().double().reshape(-1).squeeze()
+            for name, value in itertools.chain(held.named_parameters(), held.named_buffers())
+            if value.numel() <= width
+        }
 
     def sum_of_products(self, constant: Tensor, scales: Sequence[Factor]) -> tuple[tuple[str, ...], ...]:
         """One or two vectors of the layer, each times one of the named `scales` or not, that add up to `constant`."""
