@@ -24,22 +24,22 @@ def bound(name, dtype):
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_float32_is_exact_on_every_token(name):
-    """Five prompts × 20 tokens, weights written, the current token alone in the window."""
+    """Five prompts × 5 tokens (`make measured` runs all 20), weights written, the current token alone in the window."""
     model, items = bound(name, torch.float32)
-    verdict = verify_prompts(model, items, tokens=suites.PAPER_TOKENS, settings=Settings(name=name))
+    verdict = verify_prompts(model, items, tokens=5, settings=Settings(name=name))
     found = verdict.to_json()
     assert verdict.proven, verdict.sentence()
-    assert found["top1_matches"] == found["tokens"] == 100
+    assert found["top1_matches"] == found["tokens"] == 25
     assert found["worst_logit_gap"] <= 1e-4
     assert found["max_abs_dm"] <= 1e4
     assert found["smallest_unpatched_logit_gap"] > 1
-    assert found["perturbed_top1_matches"] >= 99  # exact, and not only in the run that it was solved in
+    assert found["perturbed_top1_matches"] >= 24  # exact, and not only in the run that it was solved in
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_bfloat16_agrees_as_well_as_the_model_with_itself(name):
     model, items = bound(name, torch.bfloat16)
-    verdict = verify_prompts(model, items, tokens=4)
+    verdict = verify_prompts(model, items, tokens=2)
     found = verdict.to_json()
     # Where two tokens have exactly the same in-context logit, either is right; every other mismatch counts.
     wrong = [mismatch for mismatch in found["mismatches"] if mismatch["margin"] > 0]

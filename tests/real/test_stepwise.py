@@ -36,10 +36,10 @@ def summary_of(name, dtype, **settings):
 @pytest.mark.parametrize("past", ["free", "forced"])
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_agrees_on_every_token(name, past):
-    summary, _, _ = summary_of(name, torch.float32, history=past, prove_every=5)
+    summary, _, _ = summary_of(name, torch.float32, history=past, prove_every=20)
     assert summary.holds, summary.sentence()
     assert summary.matches == 100
-    assert len(summary.proofs) == 20
+    assert len(summary.proofs) == 5
     assert summary.worst_proven_gap <= 1e-4
     assert summary.worst_action_gap <= 1e-4
     assert summary.unpatched_gap > 1
@@ -47,14 +47,14 @@ def test_float32_agrees_on_every_token(name, past):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_answer_in_float32(name):
-    """256 tokens with the document folded away, the question and the answer kept."""
+    """64 tokens (`make measured` runs 256) with the document folded away, the question and the answer kept."""
     model, tokenizer = bound(name, torch.float32)
     parts = prompts.encode(tokenizer, suites.DEMO.context, suites.DEMO.query)
     ids = torch.cat([parts.context, parts.query])
     window = Window.after(parts.context.numel(), ids.numel())
-    summary = Summary(tuple(generate(model, ids, window, tokens=256)), torch.float32)
+    summary = Summary(tuple(generate(model, ids, window, tokens=64)), torch.float32)
     assert summary.holds, summary.sentence()
-    assert summary.matches == 256
+    assert summary.matches == 64
     assert max(summary.worst_proven_gap, summary.worst_action_gap) <= 1e-4
 
 
