@@ -1,0 +1,1 @@
+"""Parts of `bench_bake.py`: what is asked, ways to make a model act as if it had a context, and how they are judged."""

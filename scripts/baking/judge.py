@@ -1,0 +1,87 @@
+"""How far a model is from another on the answers to some questions, and what a call takes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from bench import clock, peak_bytes, reset_peak
+from torch import Tensor
+
+from contextfold.anatomy import Bound
+from contextfold.bake import Example, Frame
+from contextfold.runtime import Run, run
+from contextfold.verify import Effect
+
+T = TypeVar("T")
+
+
+def answer_logits(bound: Bound, before: Tensor, example: Example) -> Tensor:
+    """`(a, V)`: what the model says at each token of the answer, before it is given."""
+    ids = torch.cat([before, example.tail])
+    return run(bound.model, Run(ids, torch.arange(ids.numel())), last=example.tail.numel() - example.answer + 1)[:-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Questions with what a reference says on them. The context moves the answers, or is to leave them alone."""
+
+    bound: Bound
+    frame: Frame
+    examples: Sequence[Example]
+    wanted: Sequence[Tensor]
+    """`(a, V)` each."""
+
+    @classmethod
+    def of(cls, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Judge:
+        """The reference is the model as it is now, with the context where the context is to act."""
+        wanted = [answer_logits(bound, frame.full if e.moves else frame.kept, e) for e in examples]
+        return cls(bound, frame, examples, wanted)
+
+    def __call__(self, before: Tensor | None = None) -> Effect:
+        """The model as it is now, with nothing but the kept tokens (or `before`) in front of the questions."""
+        start = self.frame.kept if before is None else before
+        kl, same, count = [], 0, 0
+        for example, wanted in zip(self.examples, self.wanted, strict=True):
+            p = torch.log_softmax(wanted.double(), -1)
+            q = torch.log_softmax(answer_logits(self.bound, start, example).double(), -1)
+            kl.append(max(float((p.exp() * (p - q)).sum(-1).mean()), 0.0))
+            same += int((p.argmax(-1) == q.argmax(-1)).sum())
+            count += p.shape[0]
+        return Effect(tuple(kl), same / count)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call: seconds, and bytes at the peak beyond what was there before."""
+
+    seconds: float
+    bytes: int
+
+
+def measured(call: Callable[[], T]) -> tuple[T, Cost]:
+    """The call's result and what it took."""
+    _give_back()
+    reset_peak()
+    before, started = _resident(), clock()
+    result = call()
+    return result, Cost(clock() - started, max(peak_bytes() - before, 0))
+
+
+def _give_back() -> None:
+    """Memory that is free but still held by the C library would hide what the next call needs."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _resident() -> int:
+    status = Path("/proc/self/status")
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1]) if status.exists() else peak_bytes()

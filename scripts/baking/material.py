@@ -1,0 +1,123 @@
+"""What is asked: contexts with questions, and the answers that a model gives, kept on disk because they take long."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from bench import seconds
+from torch import Tensor
+
+from contextfold import models
+from contextfold.anatomy import Bound, bind
+from contextfold.bake import Example, Frame, answered
+from contextfold.questions import Questions, questions
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ROOT / "scripts" / "bake"
+WORK = ROOT / "build" / "bake"
+
+CONTEXTS = ("persona", "language", "format", "classification", "transformation", "facts")
+TOKENS = 32
+"""Tokens of an answer, at most."""
+
+ANCHORS = slice(0, 30)
+"""Neutral questions that may join a solve."""
+NEUTRAL = slice(30, 42)
+"""Neutral questions, none of them an anchor, on which it is measured what a way does elsewhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A built-in model, loaded and proven once."""
+
+    name: str
+    bound: Bound
+    loaded: models.Loaded
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights."""
+        return sum(p.numel() * p.element_size() for p in self.bound.model.parameters())
+
+
+@cache
+def model_of(name: str) -> Model:
+    loaded = models.load(name)
+    return Model(name, bind(loaded.model), loaded)
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """One context on one model. Answers are the in-context model's, elsewhere the bare model's."""
+
+    frame: Frame
+    calibration: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    anchors: tuple[Example, ...]
+    elsewhere: dict[str, tuple[Example, ...]]
+    seconds: float
+    """What the answers to the calibration questions took."""
+
+
+def material(model: Model, context: str, most: int | None = None) -> Material:
+    """Everything about one context. `most` takes so many questions of each kind only, for a quick look."""
+    stored = json.loads((TEXTS / f"{context}.json").read_text())
+    neutral = json.loads((TEXTS / "neutral.json").read_text())["questions"]
+    asked = {
+        "calibration": stored["queries"],
+        "held_out": stored["held_out"],
+        "anchors": neutral[ANCHORS],
+        "neutral": neutral[NEUTRAL],
+        "untouched": stored["untouched"],
+    }
+    asked = {kind: texts[:most] for kind, texts in asked.items()}
+    laid = questions(model.loaded.tokenizer, stored["context"], [text for texts in asked.values() for text in texts])
+    frame = Frame(laid.kept, laid.context)
+    tails, found, spent = iter(laid.tails), {}, {}
+    for kind, texts in asked.items():
+        moves = kind in ("calibration", "held_out")
+        part = [next(tails) for _ in texts]
+        found[kind], spent[kind] = _answers(model, frame.full if moves else frame.kept, part, laid, moves)
+    elsewhere = {kind: found[kind] for kind in ("neutral", "untouched")}
+    return Material(
+        frame, found["calibration"], found["held_out"], found["anchors"], elsewhere, spent["calibration"]
+    )  # fmt: skip
+
+
+def _answers(
+    model: Model, before: Tensor, asked: Sequence[Tensor], laid: Questions, moves: bool
+) -> tuple[tuple[Example, ...], float]:
+    """Answers and the seconds that they took when they were given."""
+    parts = [model.bound.fingerprint, before.tolist(), [q.tolist() for q in asked], TOKENS, laid.stop]
+    path = WORK / f"answers-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}.json"
+    if not path.exists():
+        found: list[Example] = []
+        spent = seconds(
+            lambda: found.extend(answered(model.bound, before, asked, tokens=TOKENS, stop=laid.stop, moves=moves))
+        )
+        rows = [{"tail": e.tail.tolist(), "answer": e.answer} for e in found]
+        write(path, json.dumps({"seconds": spent, "examples": rows}))
+    stored = json.loads(path.read_text())
+    examples = (Example(torch.tensor(row["tail"]), row["answer"], moves) for row in stored["examples"])
+    return tuple(examples), stored["seconds"]
+
+
+def write(path: Path, text: str) -> None:
+    """The old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def shuffled(frame: Frame) -> Frame:
+    """The same context with its tokens in another order."""
+    order = torch.randperm(frame.context.numel(), generator=torch.Generator().manual_seed(0))
+    return replace(frame, context=frame.context[order])
