@@ -1,7 +1,7 @@
 """What folding costs, as ratios measured side by side in one run, and how they grow.
 
 python scripts/bench.py run [FILTER]     # measure the cases whose name matches, write docs/measured/bench.json
-python scripts/bench.py table            # print the table from that file
+python scripts/bench.py table            # put the table of that file between the markers of docs/stepwise.md
 python scripts/bench.py peak WAY MODEL CONTEXT   # one process, one way of decoding: its peak memory in bytes
 
 The two sides of a ratio alternate, step by step or call by call, so that a busy machine slows both. Cases:
@@ -41,6 +41,8 @@ from contextfold.stepwise import generate
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "docs" / "measured" / "bench.json"
+DOCUMENT = ROOT / "docs" / "stepwise.md"
+MARKERS = re.compile(r"(<!-- bench: [^>]*-->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 MODELS = ("smollm2", "gemma3-270m")
 CONTEXTS = (128, 512, 2048)
@@ -257,13 +259,13 @@ def cases() -> Iterator[Case]:
         for model, context in product(MODELS, CONTEXTS if threads == 1 else CONTEXTS[1:2]):
             sizes = {"context": context}
             here, asked = f"{model} {context}", {**sizes, "query": QUERY}
-            yield Case(f"a {here}", model, sizes, threads, lambda m=model, c=context: against_plain(m, c, 3))
-            yield Case(f"c {here}", model, asked, threads, lambda m=model, c=context: query_fold(m, c, 5))
+            yield Case(f"a {here}", model, sizes, threads, lambda m=model, c=context: against_plain(m, c, 2))
+            yield Case(f"c {here}", model, asked, threads, lambda m=model, c=context: query_fold(m, c, 3))
             if context == 512:
-                yield Case(f"b {here}", model, sizes, threads, lambda m=model, c=context: against_naive(m, c, 3))
+                yield Case(f"b {here}", model, sizes, threads, lambda m=model, c=context: against_naive(m, c, 2))
         for model in MODELS:
             sizes = {"context": 128, "query": QUERY}
-            yield Case(f"d {model}", model, sizes, threads, lambda m=model: reuse(m, 128, 15))
+            yield Case(f"d {model}", model, sizes, threads, lambda m=model: reuse(m, 128, 9))
     for model in MODELS:
         yield Case(f"e {model}", model, {"context": 512}, every, lambda m=model: memory(m, 512))
     grown = [(8, 512, 128), (8, 512, 512), (8, 512, 2048), (4, 512, 512), (16, 512, 512), (8, 256, 512), (8, 1024, 512)]
@@ -314,14 +316,35 @@ def measure(pattern: str) -> None:
 
 
 def table() -> str:
-    """Markdown, a line per row of the file."""
-    lines = ["| case | model | threads | sizes | ratio | from – to | runs |", "|---|---|---|---|---|---|---|"]
-    for row in json.loads(RESULT.read_text())["cases"]:
-        sizes = ", ".join(f"{name} {row[name]}" for name in ("layers", "width", "context", "query") if name in row)
-        ratio, low, high = (f"{row[f'ratio_{which}']:.3g}" for which in ("median", "min", "max"))
-        cells = (row["name"], row["model"], row["threads"], sizes, ratio, f"{low} – {high}", row["runs"])
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    """Markdown: the built-in models side by side, then how the ratios grow with random ones; median, least and most."""
+    stored = json.loads(RESULT.read_text())["cases"]
+    cells: dict[tuple[Any, ...], dict[str, str]] = {}
+    grown: dict[tuple[int, ...], dict[str, str]] = {}
+    for row in stored:
+        median, low, high = (f"{row[f'ratio_{which}']:.3g}" for which in ("median", "min", "max"))
+        value = median if low == high else f"{median} ({low} – {high})"
+        if "layers" in row:
+            grown.setdefault((row["layers"], row["width"], row["context"]), {})[row["name"]] = value
+        else:
+            cells.setdefault((row["name"], row["threads"], row["context"]), {})[row["model"]] = value
+    names = sorted({name for values in grown.values() for name in values})
+    lines = [f"| case | threads | context | {' | '.join(MODELS)} |", "|---|---|---|---|---|"]
+    lines += [line((*at, *(values.get(model, "") for model in MODELS))) for at, values in sorted(cells.items())]
+    lines += ["", f"| layers | width | context | {' | '.join(names)} |", "|---|---|---" + "|---" * len(names) + "|"]
+    lines += [line((*at, *(values.get(name, "") for name in names))) for at, values in sorted(grown.items())]
     return "\n".join(lines) + "\n"
+
+
+def line(cells: tuple[Any, ...]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def write_table() -> None:
+    text = DOCUMENT.read_text()
+    new, found = MARKERS.subn(lambda marks: f"{marks[1]}{table()}{marks[2]}", text)
+    if not found:
+        raise SystemExit(f"{DOCUMENT} has no markers for the table")
+    DOCUMENT.write_text(new)
 
 
 def main() -> None:
@@ -329,7 +352,7 @@ def main() -> None:
         case ["run", *rest]:
             measure(rest[0] if rest else "")
         case ["table"]:
-            sys.stdout.write(table())
+            write_table()
         case ["peak", way, model, context]:
             sys.stdout.write(f"{one_way(way, model, int(context))}\n")
         case _:

@@ -23,7 +23,7 @@ from contextfold.anatomy.block import is_plain
 from contextfold.errors import NotControllable, UnsupportedModel
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
-from contextfold.patch import BiasEdit, Edit, MatrixEdit, Site
+from contextfold.patch import BiasEdit, Edit, MatrixEdit, ScaleEdit, Site
 
 __all__ = ["Action", "InTurn", "Overlay", "Written", "is_plain_map"]
 
@@ -124,15 +124,20 @@ class InTurn(Overlay):
     be read by another module than the one that owns it; so that stays for as long as the overlay lasts.
     """
 
+    def __init__(self, model: nn.Module, sites: Iterable[Site]) -> None:
+        super().__init__(model, sites)
+        self._scales: dict[Site, Tensor] = {}
+
     def _prepare(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
         if site.expert is not None:
             return
         parameter, original = self._originals[site]
 
         def write(module: nn.Module, args: tuple[Any, ...]) -> None:
-            edit = self._edits.get(site)
-            if edit is not None:
-                self._write(site, edit)
+            if site in self._scales:
+                parameter.data = self._scales[site]
+            elif site in self._edits:
+                self._write(site, self._edits[site])
 
         def take_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             parameter.data = original
@@ -144,6 +149,9 @@ class InTurn(Overlay):
         """Slices are lent at once; for the rest the hooks read the edit when the module is called."""
         if isinstance(edit, MatrixEdit) and site.expert is not None:
             self._write(site, edit)
+        elif isinstance(edit, ScaleEdit):
+            # Vectors are small enough to be kept, and need not be made anew for every token.
+            self._scales[site] = _merged(site, edit, self._originals[site][1])
 
 
 class Action(InTurn):

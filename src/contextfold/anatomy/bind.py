@@ -98,7 +98,7 @@ def _state_sample(model: nn.Module) -> str:
     for name, p in model.named_parameters():
         flat = p.detach().reshape(-1)
         parts.append(f"{name}|{p.data_ptr()}|{p._version}")
-        values.append(flat[:: max(1, flat.numel() // SAMPLE)].float())
+        values.append(flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32))
     return hashlib.sha256(f"{parts}{torch.cat(values).tolist()}".encode()).hexdigest()
 
 

@@ -106,7 +106,7 @@ def fold_token(
         positions: `absolute` (kept tokens keep theirs) or `renumbered`.
         written: measure on weights that are written and rounded to their dtype, so that the patch is right when
             materialised; False measures the low-rank action instead.
-        targets: from `aim`, when the model with its context has run already; None runs it.
+        targets: from `token_targets`, when the model with its context has run already; None runs it.
 
     Returns the patch with a report per layer. The model is unchanged.
 
