@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from contextfold.suites import DEMO
-
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "measured"
 MARKERS = re.compile(r"(<!-- measured: [^>]*-->\n).*?(<!-- /measured -->)", re.DOTALL)
@@ -55,10 +53,6 @@ def commands() -> dict[str, list[str]]:
             ]  # fmt: skip
     for name, options in VARIANTS.items():
         found[f"sequence-smollm2-64-{name}"] = [*found["sequence-smollm2-64"], *options]
-    for model in ("smollm2", "gemma3-270m"):
-        found[f"generate-{model}-256"] = [
-            "generate", model, "--context", DEMO.context, "--prompt", DEMO.query, "--tokens", "256", "--json",
-        ]  # fmt: skip
     return found
 
 
