@@ -142,13 +142,14 @@ class RowsFold(ABC):
             raise NotControllable(inexact)
 
     def _put(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
-        """Lend an edit, in its narrowest form: beyond as many positions as the map has outputs, rank is wasted."""
+        """Lend an edit, for more positions than the map has outputs (or inputs) in no more factors than it has."""
         dtype = self._factor_dtype()
         W = float(torch.linalg.vector_norm(linear.weight, dtype=dtype))
         ratio = delta.norm() / W if W else math.inf
         self.numbers["weight_ratio"] = max(self.numbers.get("weight_ratio", 0.0), ratio)
-        narrow = delta.recompress() if delta.rank > min(delta.shape) else delta
-        overlay.put(linear.site, MatrixEdit(narrow.to(dtype)))
+        if delta.rank > min(delta.shape):
+            delta = _square(delta)
+        overlay.put(linear.site, MatrixEdit(delta.to(dtype)))
 
     def _factor_dtype(self) -> torch.dtype:
         return torch.float64 if self.block.anchor.dtype == torch.float64 else torch.float32
@@ -166,3 +167,11 @@ class RowsFold(ABC):
             length_change_max=self.numbers.get("length_change_max", 0.0),
             findings=tuple(self.findings),
         )
+
+
+def _square(delta: LowRank) -> LowRank:
+    """The same edit, formed, times an identity of the smaller size."""
+    dense = delta.to_dense()
+    out, width = delta.shape
+    eye = torch.eye(min(out, width), dtype=dense.dtype, device=dense.device)
+    return LowRank(eye, dense) if out <= width else LowRank(dense, eye)
