@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch  # noqa: E402 (the path and the environment come first)
 
 import zoo  # noqa: E402
-from conformance import DTYPES, UNPATCHED, Measured, default_dtype, measure  # noqa: E402
+from conformance import (  # noqa: E402
+    DTYPES,
+    EXACT,
+    FLOAT32_INSIDE,
+    ROUNDINGS,
+    UNPATCHED,
+    WIDE,
+    Measured,
+    default_dtype,
+    measure,
+)
 from contextfold.anatomy import FAMILIES, REFUSED, bind  # noqa: E402
 from contextfold.anatomy.discover import discover  # noqa: E402
 from contextfold.errors import ContextfoldError, UnsupportedModel  # noqa: E402
@@ -69,7 +80,9 @@ def main() -> int:
     return 1 if counts["neither"] else 0
 
 
+@cache
 def _versions() -> dict[str, str]:
+    """Of what is measured, as it was when the run began."""
     digest = hashlib.sha256()
     for folder in ("src/contextfold", "tests"):
         names = (
@@ -94,6 +107,11 @@ def _write(path: Path, rows: dict[str, Any]) -> None:
     content = {
         "versions": _versions(),
         "unit": "gap of the logits as a fraction of the unpatched gap; unpatched: relative to the in-context logits",
+        "limits": {
+            "float64": EXACT,
+            "float64 with operations in float32": FLOAT32_INSIDE,
+            "times rounding": {str(dtype).removeprefix("torch."): limit for dtype, limit in ROUNDINGS.items()},
+        },
         "counts": _counts(rows),
         "model_types": {name: rows[name] for name in zoo.MODEL_TYPES if name in rows},
     }
@@ -123,7 +141,7 @@ def _discovered(model_type: str) -> str:
     """`same sites`, or what discovery says when it may not look at the records."""
     model = zoo.build(model_type)
     try:
-        with default_dtype(torch.float64 if model_type == "xglm" else torch.float32):
+        with default_dtype(WIDE.get(model_type, torch.float32)):
             found = bind(model, discover(model))
             same = {s for b in found.blocks for s in b.sites} == {s for b in bind(model).blocks for s in b.sites}
     except UnsupportedModel as error:
@@ -160,15 +178,16 @@ def _judged(model_type: str, runs: dict[str, Any]) -> dict[str, Any]:
     for name, found in runs.items():
         if isinstance(found, Measured):
             row |= {"anatomy": found.anatomy, "rules": list(found.rules)}
-            row["gaps"][name] = {"unpatched": found.unpatched, **found.gaps, "limit": found.limit}
-            bad = name.startswith("float64") and not (found.worst <= found.limit and found.unpatched > UNPATCHED)
-            if bad:
+            row["gaps"][name] = {
+                "unpatched": found.unpatched, "rounding": found.rounding, **found.gaps, "limit": found.limit,
+            }  # fmt: skip
+            if not (found.worst <= found.limit and found.unpatched > UNPATCHED):
                 row |= {"status": "neither", "reason": f"{name}: gap {found.worst:.2g}, limit {found.limit:.2g}"}
         elif name.endswith("sdpa") and NO_SDPA in str(found):
             row["gaps"][name] = "the model has no sdpa"
         else:
             row["gaps"][name] = str(found).strip().splitlines()[0][:160]
-            if name.startswith("float64"):
+            if name.startswith("float64") or isinstance(found, (ContextfoldError, AssertionError)):
                 row |= {"status": "neither", "reason": f"{name}: {type(found).__name__}: {row['gaps'][name]}"}
     return row
 

@@ -70,8 +70,9 @@ refused by name: **{exact} exact, {refused} refused, {neither} neither**.
 A gap is the distance of the logits from those of the model with the context, as a fraction of what it is without a
 patch; the worst over the family's types, in float64 over eager and sdpa attention. *Written*: weights written, the
 unmodified model, alone, in a batch of two, and through its cache. *Action*: low-rank terms beside the weights. In
-float64 the limit is 1e-10, and 1e-6 where some operation of the model computes in float32 whatever its dtype. Narrower
-dtypes show what rounding leaves; a dash where the model does not run in one.
+float64 the limit is 1e-10, and 1e-6 where some operation of the model computes in float32 whatever its dtype. In
+narrower dtypes it is what rounding does to the model's own in-context logits, {float32:g} times that in float32 and
+{bfloat16:g} times in bfloat16; a dash where the model does not run in one.
 
 Anatomies: A a sequential pre-norm block, B with a norm after the MLP as well, C parallel attention and MLP, D a norm
 after the MLP only, E a norm over the sum, M a mixer without an MLP.
@@ -102,7 +103,8 @@ def support_page() -> str:
     found = json.loads((DOCS / "measured" / "support.json").read_text(encoding="utf-8"))
     types: Mapping[str, Mapping[str, Any]] = found["model_types"]
     exact = {name: entry for name, entry in types.items() if entry["status"] == "exact"}
-    head = SUPPORT_HEAD.format(**found["counts"], transformers=found["versions"]["transformers"])
+    roundings = found["limits"]["times rounding"]
+    head = SUPPORT_HEAD.format(**found["counts"], **roundings, transformers=found["versions"]["transformers"])
     families: dict[str, list[str]] = {}
     for name, entry in sorted(exact.items(), key=lambda item: (item[1]["family"], item[0])):
         families.setdefault(entry["family"], []).append(name)
