@@ -39,9 +39,9 @@ class Proof:
     loader: str
     """Which program loaded it, with its version."""
     expected: int
-    """Parameters that the patch edits."""
+    """Parameters that the loaded model should hold with their edits; for a checkpoint, all tensors."""
     matched: int
-    """Those that the loaded model holds with the edit."""
+    """Those that it holds, bit by bit."""
     missing: tuple[str, ...]
     """The others, by name."""
     tokens: int
@@ -64,7 +64,7 @@ class Proof:
         found = []
         if self.expected == 0 or self.matched < self.expected:
             names = ", ".join(self.missing[:3])
-            found.append(f"{self.loader} loaded {self.matched} of {self.expected} edited parameters, without {names}")
+            found.append(f"{self.loader} loaded {self.matched} of {self.expected} parameters, without {names}")
         if not self.logit_gap <= self.rounding_gap:
             found.append(
                 f"its logits are {self.logit_gap:.3g} away from ours, and rounding explains {self.rounding_gap:.3g}"
@@ -85,7 +85,7 @@ class Proof:
         if not self.proven:
             return f"Not proven: {'; '.join(self.reasons())}."
         return (
-            f"Proven: {self.loader} loaded {self.matched} of {self.expected} edited parameters; its logits are "
+            f"Proven: {self.loader} loaded {self.matched} of {self.expected} parameters; its logits are "
             f"{self.logit_gap:.2g} away from ours (rounding explains {self.rounding_gap:.2g}), and "
             f"{self.base_gap:.3g} from the model without patch."
         )

@@ -24,8 +24,8 @@ __all__ = ["ARCHITECTURES", "GgufAdapter"]
 
 FILE = "adapter.gguf"
 
-ARCHITECTURES = {"llama": "llama", "gemma3_text": "gemma3"}
-"""Model type -> architecture of llama.cpp, for the families that were run there (`scripts/interop.py`)."""
+ARCHITECTURES = {"llama": "llama"}
+"""Model type -> architecture of llama.cpp, for the families that `make interop-llama` compares in llama.cpp itself."""
 
 REORDERED = ("attn_q", "attn_k", "attn_qkv")
 """Maps whose rows llama.cpp's converter moves."""
@@ -89,7 +89,7 @@ class GgufAdapter(Exporter):
             base_gap=gap(logits(source.bound.model, probe), ours),
             remarks=(
                 "The file was read back by the gguf library and applied beside our own weights; llama.cpp itself was "
-                "not run. What it does with such files is measured by `make interop`.",
+                "not run. `make interop-llama` does.",
             ),
         )
 
@@ -111,8 +111,8 @@ def _names(source: Source, gguf: Any) -> dict[Site, str]:
     model_type = source.bound.model_type
     if model_type not in ARCHITECTURES:
         raise NotExportable(
-            f"GGUF adapters are written for {', '.join(ARCHITECTURES)}, where llama.cpp was run and compared, and not "
-            f"for {model_type!r}; export to PEFT or a checkpoint and convert that"
+            f"GGUF adapters are written for {', '.join(ARCHITECTURES)}, which `make interop-llama` compares in "
+            f"llama.cpp itself, and not for {model_type!r}; export to PEFT or a checkpoint, and convert that"
         )
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[model_type])
     table = gguf.get_tensor_name_map(arch, len(source.bound.blocks))
