@@ -34,14 +34,15 @@ def ways_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
     for context, facts in contexts.items():
         for name, row in facts["ways"].items():
             low, high = (percent(end) for end in row["interval"])
-            controls = [control["kl_recovered"] for control in row["controls"].values()]
+            controls = {key: control["kl_recovered"] for key, control in row["controls"].items()}
+            best = max(controls, key=lambda key: controls[key], default="")
             cells = (
                 context,
                 name,
                 f"{percent(row['kl_recovered'])} ({low} to {high})",
                 f"{row['kl_patched']:.3f}",
                 percent(row["top1"]),
-                percent(max(controls)) if controls else "",
+                f"{percent(controls[best])} ({best.replace('_', ' ')})" if best else "",
                 percent(row["neutral_kl_ratio"]),
                 percent(row["untouched_kl_ratio"]),
                 f"{row['seconds_solve']:.0f} s",
