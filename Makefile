@@ -51,7 +51,8 @@ exports: $(STAMP)
 # Adapters in the servers that they are for, each in an environment of its own: vLLM wants an older transformers, and
 # llama-cpp-python compiles for many minutes. The first run installs about 2 GB.
 WORK := build/interop
-SERVED := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 .venv-interop/bin/python scripts/interop.py
+SERVED := VLLM_CPU_KVCACHE_SPACE=1 VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=3600 HF_HUB_OFFLINE=1 \
+	.venv-interop/bin/python scripts/interop.py
 
 interop: $(STAMP) .venv-interop/.installed
 	$(BIN)/python scripts/interop.py make $(WORK)

