@@ -153,6 +153,8 @@ def timed(way: Way, bench: Bench, rows: dict[str, Any]) -> Way:
     """Distillation is told its budget, and on which questions its progress is watched."""
     if not isinstance(way, Distillation):
         return way
+    if DEFAULT not in rows:
+        raise SystemExit(f"distillation gets {BUDGET} times what {DEFAULT} took; measure that first")
     return replace(way, budget=BUDGET * rows[DEFAULT]["seconds_solve"], watch=lambda: bench.held_out().mean)
 
 
