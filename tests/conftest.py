@@ -16,3 +16,29 @@ torch.set_grad_enabled(False)
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command line in this process: exit code, what it printed, what it said on standard error."""
+    from contextfold import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["contextfold", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        return stopped.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny Gemma 3 on disk, with a tokenizer of one token per letter."""
+    from tiny import build, letters
+
+    path = tmp_path_factory.mktemp("model")
+    letters().save_pretrained(path)
+    build("gemma3_text", torch.float32).save_pretrained(path)
+    return str(path)

@@ -17,7 +17,6 @@ from contextfold.compare import cosine
 from contextfold.errors import InputError
 from contextfold.patch import MatrixEdit, ScaleEdit
 from contextfold.prompts import encode_parts
-from test_cli import call, folder  # noqa: F401 (fixtures)
 from tiny import FLOAT32_NORMS, POST_NORM, TYPES, bits, build, shared, tokens
 
 CONTEXT, QUERY = tokens(14), tokens(3, seed=2)
@@ -220,7 +219,7 @@ def test_bad_input_says_what_to_do(parts, options, message):
 GIVEN = ("--part", "one=a b c ", "--part", "two=d e f ", "--part", "three=g h ", "--query", "i j k l")
 
 
-def test_json_has_the_documented_keys(call, folder):  # noqa: F811
+def test_json_has_the_documented_keys(call, folder):
     code, printed, _ = call("ablate", folder, *GIVEN, "--tokens", 2, "--json")
     found = json.loads(printed)
     assert (code, found["proven"], found["model"]) == (0, True, folder)
@@ -237,7 +236,7 @@ def test_json_has_the_documented_keys(call, folder):  # noqa: F811
     assert [key for key in keys if f"`{key}`" not in documented] == []
 
 
-def test_tables_show_cost_patch_and_proof(call, folder):  # noqa: F811
+def test_tables_show_cost_patch_and_proof(call, folder):
     code, printed, _ = call("ablate", folder, *GIVEN)
     assert code == 0
     for words in (
@@ -261,7 +260,7 @@ def test_tables_show_cost_patch_and_proof(call, folder):  # noqa: F811
         (("--part", "x=a b", "--query", ""), "empty"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_2(call, folder, arguments, message):  # noqa: F811
+def test_bad_arguments_are_one_line_and_exit_code_2(call, folder, arguments, message):
     code, printed, errors = call("ablate", folder, *arguments)
     assert (code, printed) == (2, "")
     assert len([line for line in errors.splitlines() if line.strip()]) == 1

@@ -6,40 +6,11 @@ import json
 import sys
 
 import pytest
-import torch
 
 from contextfold import cli
 from contextfold.patchfile import load
-from tiny import build
 
 CONTEXT, QUERY = "a b c d e f g h ", "i j k l"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny Gemma 3 with a tokenizer of one token per letter."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    path = tmp_path_factory.mktemp("model")
-    words = ["<unk>", "<bos>", *(chr(c) for c in range(32, 127))]
-    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>").save_pretrained(path)
-    build("gemma3_text", torch.float32).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["contextfold", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        printed = capsys.readouterr()
-        return stopped.value.code or 0, printed.out, printed.err
-
-    return run
 
 
 def test_fold_proves_and_writes_a_patch_that_verify_accepts(call, folder, tmp_path):

@@ -67,3 +67,13 @@ def bits(model: nn.Module) -> dict[str, bytes]:
         name: tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, tensor in model.state_dict().items()
     }
+
+
+def letters():
+    """A tokenizer of one token per printable character."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<unk>", "<bos>", *(chr(c) for c in range(32, 127))]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>")

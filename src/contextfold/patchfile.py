@@ -77,7 +77,8 @@ def load(path: str | os.PathLike[str]) -> Patch:
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata() or {}
             _check_format(source, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            # Copied, as fresh memory: mapped tensors are aligned otherwise, and fail with the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise PatchFileDamaged(f"{source} is truncated or not a safetensors file: {error}") from error
     try:

@@ -10,9 +10,13 @@ import zoo
 from conformance import tokens
 from contextfold.anatomy import DenseBlock, bind
 from contextfold.errors import NotControllable
+from contextfold.export import Proof
 from contextfold.fold import fold_token
 from contextfold.lowrank import LowRank
 from contextfold.patch import MatrixEdit, Patch
+
+PROOF = Proof("peft", "nobody", 1, 1, (), 1, 0.0, 1.0, 2.0)
+"""What a folder's card says where a test writes one without loading it back."""
 
 
 def fold(model_type: str, dtype: torch.dtype = torch.float32, **options):

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 
-from contextfold import cli
 from contextfold.cli.export import Target
 from contextfold.export import EXPORTERS
-from tiny import build
+from tiny import build, letters
 
 CONTEXT, QUERY = "a b c d e f g h ", "i j k l"
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])
 def folder(request, tmp_path_factory):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     path = tmp_path_factory.mktemp(request.param)
-    words = ["<unk>", "<bos>", *(chr(c) for c in range(32, 127))]
-    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>")
+    tokenizer = letters()
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(path)
     build(request.param, torch.float32).save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["contextfold", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        printed = capsys.readouterr()
-        return stopped.value.code or 0, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture

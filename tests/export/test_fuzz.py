@@ -7,9 +7,9 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patches import PROOF
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_folder import PROOF
 
 from contextfold import patchfile
 from contextfold.errors import ContextfoldError

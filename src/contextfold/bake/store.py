@@ -51,7 +51,8 @@ class Store:
                 metadata = file.metadata() or {}
                 if metadata.get("key") != self.key:
                     return None
-                parts = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+                # Copied: a mapped file is not aligned as fresh memory is, and products then round otherwise.
+                parts = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
         except (FileNotFoundError, SafetensorError):
             return None
         joint.delta, joint.scale = LowRank(parts["B"], parts["A"]), parts.get("scale")

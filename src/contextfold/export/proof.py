@@ -75,7 +75,7 @@ class _Noise:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, value: Tensor) -> Tensor:
-        drawn = torch.randn(value.shape, generator=self._generator).to(value.device)
+        drawn = torch.randn(value.shape, generator=self._generator, dtype=torch.float64).to(value.device)
         return (value.double() * (1 + self._eps * drawn)).to(value.dtype)
 
     def edit(self, edit: Any) -> Any:
