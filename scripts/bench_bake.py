@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from baking.distil import Distillation
 from baking.judge import Judge, measured
-from baking.material import CONTEXTS, ROOT, WORK, Material, Model, material, model_of, shuffled, write
+from baking.material import CONTEXTS, ROOT, WORK, Material, Model, material, model_of, write
 from baking.report import page
 from baking.rival import SIZES, prefix_cache
 from baking.ways import Bake, Learnt, Nothing, Steering, TokenAverage, Way
@@ -35,7 +35,7 @@ from contextfold import patchfile
 from contextfold.bake import ESTIMATORS, digest_of
 from contextfold.patch import Patch
 from contextfold.runtime import materialised
-from contextfold.verify import Effect, Recovery, random_like
+from contextfold.verify import Effect, Recovery, random_like, shuffled
 
 RESULT = ROOT / "docs" / "measured" / "bake.json"
 MODELS = ("smollm2", "gemma3-270m")
@@ -120,7 +120,9 @@ class Bench:
         yield "other_context", self.judged(self.other(way))
         yield "random", self.judged(random_like(learnt.patch))
         if way.method == DEFAULT:
-            frame = shuffled(self.stuff.frame)
+            tokens = shuffled(self.stuff.frame.context, ())
+            assert tokens is not None, "a context of several tokens has several orders"
+            frame = replace(self.stuff.frame, context=tokens)
             mixed = way.learn(self.model.bound, frame, self.stuff.calibration).patch
             assert mixed is not None
             yield "shuffled", self.judged(mixed)

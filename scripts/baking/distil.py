@@ -14,10 +14,10 @@ from bench import clock
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from baking.judge import answer_logits
 from baking.ways import Learnt, Way
 from contextfold.anatomy import Bound, DenseBlock, first_tensor
 from contextfold.bake import Example, Frame, padded
+from contextfold.verify.reusable import answer_logits
 
 RATES = (1e-3, 3e-3, 1e-2)
 """Learning rates that are tried; the trial's time is not counted."""
@@ -41,7 +41,7 @@ class Distillation(Way):
 
     def learn(self, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Learnt:
         moving = [e for e in examples if e.moves]
-        wanted = [torch.log_softmax(answer_logits(bound, frame.full, e), -1) for e in moving]
+        wanted = [torch.log_softmax(answer_logits(bound.model, frame.full, e), -1) for e in moving]
         rate = min(RATES, key=lambda rate: self._trial(bound, frame, moving, wanted, rate))
         factors = Factors(bound, self.rank)
         curve: list[tuple[float, float]] = []

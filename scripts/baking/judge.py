@@ -10,22 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from bench import clock, peak_bytes, reset_peak
 from torch import Tensor
 
 from contextfold.anatomy import Bound
 from contextfold.bake import Example, Frame
-from contextfold.runtime import Run, run
 from contextfold.verify import Effect
+from contextfold.verify.reusable import answer_logits, compare_answers
 
 T = TypeVar("T")
-
-
-def answer_logits(bound: Bound, before: Tensor, example: Example) -> Tensor:
-    """`(a, V)`: what the model says at each token of the answer, before it is given."""
-    ids = torch.cat([before, example.tail])
-    return run(bound.model, Run(ids, torch.arange(ids.numel())), last=example.tail.numel() - example.answer + 1)[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +34,14 @@ class Judge:
     @classmethod
     def of(cls, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Judge:
         """The reference is the model as it is now, with the context where the context is to act."""
-        wanted = [answer_logits(bound, frame.full if e.moves else frame.kept, e) for e in examples]
+        wanted = [answer_logits(bound.model, frame.full if e.moves else frame.kept, e) for e in examples]
         return cls(bound, frame, examples, wanted)
 
     def __call__(self, before: Tensor | None = None) -> Effect:
         """The model as it is now, with nothing but the kept tokens (or `before`) in front of the questions."""
         start = self.frame.kept if before is None else before
-        kl, same, count = [], 0, 0
-        for example, wanted in zip(self.examples, self.wanted, strict=True):
-            p = torch.log_softmax(wanted.double(), -1)
-            q = torch.log_softmax(answer_logits(self.bound, start, example).double(), -1)
-            kl.append(max(float((p.exp() * (p - q)).sum(-1).mean()), 0.0))
-            same += int((p.argmax(-1) == q.argmax(-1)).sum())
-            count += p.shape[0]
-        return Effect(tuple(kl), same / count)
+        given = (answer_logits(self.bound.model, start, example) for example in self.examples)
+        return Effect.of([compare_answers(p, q) for p, q in zip(self.wanted, given, strict=True)])
 
 
 @dataclass(frozen=True)

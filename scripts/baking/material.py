@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -115,9 +115,3 @@ def write(path: Path, text: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def shuffled(frame: Frame) -> Frame:
-    """The same context with its tokens in another order."""
-    order = torch.randperm(frame.context.numel(), generator=torch.Generator().manual_seed(0))
-    return replace(frame, context=frame.context[order])

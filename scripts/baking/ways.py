@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from baking.judge import Judge
 from contextfold.anatomy import Block, Bound, first_output
 from contextfold.bake import Example, Frame, bake, joints_of
-from contextfold.bake.joint import OUTPUT, Joint, OuterJoint
-from contextfold.bake.lockstep import Lockstep, Stop
-from contextfold.bake.solve import Pair, pairs_of
+from contextfold.bake.joint import OUTPUT, OuterJoint
+from contextfold.bake.solve import pairs_of, visited
 from contextfold.lowrank import LowRank
-from contextfold.patch import Edit, Patch, Site
-from contextfold.runtime import Written, materialised
+from contextfold.overlays import Written, lending
+from contextfold.patch import Patch
+from contextfold.runtime import materialised
 
 BATCH = 16
 CHOOSE_BY = 8
@@ -142,32 +142,12 @@ class TokenAverage(Way):
             mean = (t / h.square().sum(1, keepdim=True)).T @ h / h.shape[0]
             joint.delta = LowRank(torch.eye(mean.shape[0]), mean.float())
         edits = {site: edit for joint in joints for site, edit in joint.edits().items()}
-        options = {s: partial(written, bound, {p: e.scaled(s) for p, e in edits.items()}) for s in self.STRENGTHS}
+        options = {
+            s: partial(lending, Written, bound.model, {p: e.scaled(s) for p, e in edits.items()})
+            for s in self.STRENGTHS
+        }
         strength = best_of(bound, frame, examples, options)
         return Learnt(options[strength], {"chosen": f"strength {strength:g}"})
-
-
-@contextmanager
-def written(bound: Bound, edits: Mapping[Site, Edit]) -> Iterator[None]:
-    """The model with edits in its weights."""
-    with Written(bound.model, edits) as overlay:
-        for site, edit in edits.items():
-            overlay.put(site, edit)
-        yield
-
-
-def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Joint, list[tuple[Stop, Stop]]]]:
-    """Every place in turn, with what all forwards have in hand there; an edit given to it acts from then on."""
-    steps = Lockstep([lane for pair in pairs for lane in pair])
-    with ExitStack() as stack:
-        for joint in joints:
-            joint.steps = steps
-            stack.callback(setattr, joint, "steps", None)
-            joint.listen(stack)
-        stack.callback(steps.close)
-        for joint in joints:
-            assert steps.advance() is joint, "the model runs its places in the order in which it was read"
-            yield joint, [(full.stop, reduced.stop) for full, reduced in pairs if full.stop and reduced.stop]
 
 
 def best_of(bound: Bound, frame: Frame, examples: Sequence[Example], options: Mapping[K, Acting]) -> K:

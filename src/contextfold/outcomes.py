@@ -6,10 +6,11 @@ exists under that rule; the door raises `NotControllable`, or falls back openly 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Finding", "Outcome"]
+__all__ = ["Finding", "Outcome", "labels"]
 
 
 class Outcome(Enum):
@@ -131,3 +132,8 @@ class Finding:
     def __str__(self) -> str:
         number = f" ({self.quantity} = {self.value:.3g}, limit {self.threshold:.3g})" if self.quantity else ""
         return f"{self.where}: {self.outcome.label}{number}: {self.outcome.diagnosis}"
+
+
+def labels(findings: Iterable[Finding]) -> str:
+    """What was met, in words and in order; `exact` when there was nothing to remark."""
+    return ", ".join(sorted({finding.outcome.label for finding in findings})) or Outcome.EXACT.label

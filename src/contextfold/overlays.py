@@ -8,8 +8,8 @@ weight.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, ScaleEdit, Site
 
-__all__ = ["Action", "InTurn", "Overlay", "Written", "is_plain_map"]
+__all__ = ["Action", "InTurn", "Overlay", "Written", "is_plain_map", "lending"]
 
 
 class Overlay(ABC):
@@ -177,6 +177,15 @@ class Action(InTurn):
                 return (output.to(delta.dtype) + delta).to(output.dtype)
             case _:
                 return output
+
+
+@contextmanager
+def lending(kind: type[Overlay], model: nn.Module, edits: Mapping[Site, Edit]) -> Iterator[nn.Module]:
+    """The model with `edits` lent to it, in the way of `kind`."""
+    with kind(model, edits) as overlay:
+        for site, edit in edits.items():
+            overlay.put(site, edit)
+        yield model
 
 
 def _beside(output: Tensor, x: Tensor, delta: LowRank) -> Tensor:

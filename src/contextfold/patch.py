@@ -19,7 +19,7 @@ from torch import Tensor
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.lowrank import LowRank
 
-__all__ = ["BiasEdit", "Edit", "Header", "MatrixEdit", "Patch", "ScaleEdit", "Site", "combine"]
+__all__ = ["BiasEdit", "Edit", "Header", "MatrixEdit", "Patch", "ScaleEdit", "Site", "combine", "factor_dtype"]
 
 
 @dataclass(frozen=True, order=True)
@@ -128,6 +128,11 @@ class ScaleEdit:
 
 
 Edit = MatrixEdit | BiasEdit | ScaleEdit
+
+
+def factor_dtype(stored: torch.dtype) -> torch.dtype:
+    """In what the tensors of an edit are kept: the dtype of the weight, but never half precision."""
+    return torch.promote_types(stored, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_te
 from contextfold.anatomy import rows as first_rows
 from contextfold.anatomy.block import stored_shape
 from contextfold.errors import InputError, PatchMismatch
-from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map
+from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map, lending
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "applied",
     "check_match",
     "is_plain_map",
+    "keeps_logits",
     "materialised",
     "recording",
     "run",
@@ -58,7 +59,7 @@ def run(model: nn.Module, tokens: Run, last: int = 1) -> Tensor:
     """
     ids = tokens.ids[None].to(_device(model))
     arguments: dict[str, Any] = {}
-    if _keeps_logits(model):
+    if keeps_logits(model):
         # Positions and not their number: given a number, Gemma 4 drops all other tokens from its late layers.
         arguments["logits_to_keep"] = torch.arange(ids.shape[1], device=ids.device)[-last:]
     if takes_positions(model):
@@ -83,7 +84,7 @@ class Decoder:
         where = torch.arange(self._seen, self._seen + n) if positions is None else positions
         device = _device(self._model)
         arguments: dict[str, Any] = {}
-        if _keeps_logits(self._model):
+        if keeps_logits(self._model):
             arguments["logits_to_keep"] = torch.arange(n, device=device)[-1:]
         if takes_positions(self._model):
             arguments["position_ids"] = where[None].to(device)
@@ -109,7 +110,7 @@ def takes_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _keeps_logits(model: nn.Module) -> bool:
+def keeps_logits(model: nn.Module) -> bool:
     """Whether the model can compute the logits of the last positions only (a vocabulary is wide)."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -195,10 +196,7 @@ def _with_patch(kind: type[Overlay], model: Bound | nn.Module, patch: Patch) -> 
     module = model.model if isinstance(model, Bound) else model
     fingerprint = model.fingerprint if isinstance(model, Bound) else weights_digest(model)
     check_match(module, fingerprint, patch)
-    overlay = kind(module, patch.edits)
-    with overlay:
-        for site, edit in patch.edits.items():
-            overlay.put(site, edit)
+    with lending(kind, module, patch.edits):
         yield module
 
 

@@ -17,8 +17,8 @@ from contextfold.bake.joint import Joint, joints_of
 from contextfold.bake.solve import BakedSite, pairs_of, solve
 from contextfold.bake.store import Store
 from contextfold.errors import InputError, UnsupportedModel
-from contextfold.patch import Edit, Header, Patch, Site
-from contextfold.versions import versions
+from contextfold.header import receipt
+from contextfold.patch import Edit, Patch, Site
 
 __all__ = ["Baked", "bake", "places"]
 
@@ -116,20 +116,7 @@ def _patch(bound: Bound, frame: Frame, joints: Sequence[Joint], roles: tuple[str
     edits: dict[Site, Edit] = {}
     for joint in joints:
         edits |= joint.edits()
-    factor = torch.float64 if bound.dtype == torch.float64 else torch.float32
-    header = Header(
-        kind="bake",
-        model_type=bound.model_type,
-        fingerprint=bound.fingerprint,
-        positions=(),
-        exact_at=(),
-        tokens_digest="",
-        context_digest=hashlib.sha256(frame.full.contiguous().numpy().tobytes()).hexdigest(),
-        model_dtype=str(bound.dtype).removeprefix("torch."),
-        factor_dtype=str(factor).removeprefix("torch."),
-        attention=bound.attention,
-        materialised=False,
-        plan=tuple(f"ridge on the {role}" for role in roles),
-        versions=versions(),
-    )
+    context = hashlib.sha256(frame.full.contiguous().numpy().tobytes()).hexdigest()
+    plan = tuple(f"ridge on the {role}" for role in roles)
+    header = receipt(bound, "bake", plan, materialised=False, context_digest=context)
     return Patch(header, edits)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Block, DenseBlock, LinearMap, Norm, Reading, first_tensor, norm_at
 from contextfold.bake.lockstep import Lane, Lockstep, Stop
 from contextfold.lowrank import LowRank
-from contextfold.patch import Edit, MatrixEdit, ScaleEdit, Site
+from contextfold.patch import Edit, MatrixEdit, ScaleEdit, Site, factor_dtype
 from contextfold.rules import nearest_reachable
 
 __all__ = ["ATTENTION", "INNER", "OUTPUT", "InnerJoint", "Joint", "OuterJoint", "joints_of"]
@@ -134,7 +134,7 @@ class OuterJoint(Joint):
         if self.delta is not None:
             found[self.linear.site] = MatrixEdit(self.delta)
         if self.norm is not None and self.scale is not None:
-            like = torch.float64 if self.linear.weight.dtype == torch.float64 else torch.float32
+            like = factor_dtype(self.linear.weight.dtype)
             found[self.norm.site] = ScaleEdit(self.norm.scale.to(like), self.scale.to(like), self.norm.offset)
         return found
 

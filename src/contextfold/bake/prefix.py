@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from contextfold.runtime import takes_positions
+from contextfold.runtime import keeps_logits, takes_positions
 
 __all__ = ["Prefix", "Session", "padded"]
 
@@ -125,7 +124,7 @@ def _forward(
     arguments: dict[str, Any] = {"cache": cache} if remember else {}
     if takes_positions(model):
         arguments["position_ids"] = places.to(device)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if keeps_logits(model):
         arguments["logits_to_keep"] = (torch.zeros(1, dtype=torch.int64) if at is None else at).to(device)
     mask = seen.to(device, torch.int64)
     return model(input_ids=ids.to(device), attention_mask=mask, use_cache=remember, **arguments)

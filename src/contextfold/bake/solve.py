@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,11 +16,16 @@ from contextfold.bake.moments import Moments, left_out
 from contextfold.bake.prefix import Prefix, padded
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
+from contextfold.patch import factor_dtype
+from contextfold.rules import refit_scale
 
-__all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve"]
+__all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve", "visited"]
 
 Pair = tuple[Lane, Lane]
 """The same tokens with what is aimed at, and without the context, edited."""
+
+Stops = Sequence[tuple[Stop, Stop]]
+"""Where the forwards of each pair stand."""
 
 GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Penalties, relative to the mean eigenvalue, among which leaving a question out decides."""
@@ -97,10 +102,23 @@ def solve(
 
     `lam0` None: leaving questions out decides, at the first place and at some after it. `solved` hears of each.
     """
-    steps = Lockstep([lane for pair in pairs for lane in pair])
     last = max(joint.layer for joint in joints)
     probes = {round(last * i / PROBES) for i in range(PROBES)}
     chosen: dict[str, float] = {}
+    for joint, stops in visited(joints, pairs):
+        error = float("nan")
+        if lam0 is None and (joint.layer in probes or joint.role not in chosen):
+            groups = torch.cat([reduced.groups for _, reduced in pairs])
+            chosen[joint.role], error = _decide(joint, stops, groups)
+        solved(joint, _solve(joint, stops, lam0 or chosen[joint.role], tol, error))
+
+
+def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Joint, Stops]]:
+    """Those `joints` that have no edit yet, in turn, with what all forwards have in hand there.
+
+    An edit that a joint is given acts from then on.
+    """
+    steps = Lockstep([lane for pair in pairs for lane in pair])
     with ExitStack() as stack:
         for place in joints:
             place.steps = steps
@@ -110,38 +128,31 @@ def solve(
         for _ in [place for place in joints if place.delta is None]:
             joint = steps.advance()
             assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
-            stops = _stops(pairs)
-            error = float("nan")
-            if lam0 is None and (joint.layer in probes or joint.role not in chosen):
-                chosen[joint.role], error = _decide(joint, pairs)
-            solved(joint, _solve(joint, stops, lam0 or chosen[joint.role], tol, error))
+            found = [(full.stop, reduced.stop) for full, reduced in pairs]
+            yield joint, [(full, reduced) for full, reduced in found if full is not None and reduced is not None]
 
 
-def _stops(pairs: Sequence[Pair]) -> list[tuple[Stop, Stop]]:
-    """Where the lanes stand, all of them."""
-    found = [(full.stop, reduced.stop) for full, reduced in pairs]
-    return [(full, reduced) for full, reduced in found if full is not None and reduced is not None]
-
-
-def _guard(stops: Sequence[tuple[Stop, Stop]]) -> Tensor:
+def _guard(stops: Stops) -> Tensor:
     """An orthonormal basis `(k, in)` of what the kept tokens put in, float64."""
     _, sizes, Vt = torch.linalg.svd(stops[0][1].guard.double(), full_matrices=False)
     basis: Tensor = Vt[sizes > 1e-6 * sizes[0]]
     return basis
 
 
-def _decide(joint: Joint, pairs: Sequence[Pair]) -> tuple[float, float]:
-    """The penalty of `GRID` under which questions that were left out are missed least, and by how much."""
-    stops = _stops(pairs)
+def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
+    """The penalty of `GRID` under which questions that were left out are missed least, and by how much.
+
+    `groups (n,)`: to which question each row belongs.
+    """
     moments = Moments(joint.shape[1], joint.shape[0], _guard(stops))
     sides = [joint.wanted(full, reduced) for full, reduced in stops]
     s, t = (torch.cat(side) for side in zip(*sides, strict=True))
-    errors = left_out(moments.unguarded(s), t, torch.cat([reduced.groups for _, reduced in pairs]), GRID)
+    errors = left_out(moments.unguarded(s), t, groups, GRID)
     best = min(range(len(GRID)), key=errors.__getitem__)
     return GRID[best], errors[best]
 
 
-def _solve(joint: Joint, stops: Sequence[tuple[Stop, Stop]], lam0: float, tol: float, error: float) -> BakedSite:
+def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) -> BakedSite:
     moments = Moments(joint.shape[1], joint.shape[0], _guard(stops))
     for full, reduced in stops:
         s, t = joint.wanted(full, reduced)
@@ -151,8 +162,7 @@ def _solve(joint: Joint, stops: Sequence[tuple[Stop, Stop]], lam0: float, tol: f
             )
         moments.add(s, t)
     ridge = moments.solve(lam0, tol)
-    stored = stops[0][1].source.dtype
-    joint.delta = ridge.delta.to(torch.promote_types(stored, torch.float32))
+    joint.delta = ridge.delta.to(factor_dtype(stops[0][1].source.dtype))
     if isinstance(joint, OuterJoint) and joint.norm is not None:
         joint.scale = _scale(joint, stops)
     size = joint.linear.weight.double().norm() if isinstance(joint, OuterJoint) else torch.tensor(joint.shape[0] ** 0.5)
@@ -160,15 +170,15 @@ def _solve(joint: Joint, stops: Sequence[tuple[Stop, Stop]], lam0: float, tol: f
     return BakedSite(joint.layer, joint.role, ridge.delta.rank, lam0, ridge.explained, error, ratio)
 
 
-def _scale(joint: OuterJoint, stops: Sequence[tuple[Stop, Stop]]) -> Tensor:
-    """`m_j = (Σ g_ij û_ij + p m_j) / (Σ û_ij² + p)` on the directions that the edited map gives ([ours])."""
+def _scale(joint: OuterJoint, stops: Stops) -> Tensor:
+    """The scale, refitted on the directions that the edited map gives, with a pull towards the present one ([ours])."""
     assert joint.norm is not None
     assert joint.delta is not None
-    top, bottom = torch.zeros_like(joint.norm.scale), torch.zeros_like(joint.norm.scale)
+    u, g = [], []
     for full, reduced in stops:
         q = reduced.output.double() + joint.delta(reduced.source.to(joint.delta.B.dtype)).double()
-        u, g = joint.norm.unscaled(q), joint.branch(full, reduced)
-        top += (g * u).sum(0)
-        bottom += u.square().sum(0)
-    pull = PULL * bottom.mean()
-    return (top + pull * joint.norm.scale) / (bottom + pull)
+        u.append(joint.norm.unscaled(q))
+        g.append(joint.branch(full, reduced))
+    directions = torch.cat(u)
+    pull = PULL * float(directions.square().sum(0).mean())
+    return refit_scale(joint.norm.scale, directions, torch.cat(g), pull)

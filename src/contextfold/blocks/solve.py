@@ -17,6 +17,7 @@ from contextfold.calculus import Affine, Bias, Demand, Given, Kind, Normalise, S
 from contextfold.errors import InputError, NotControllable, PatchMismatch, ProbeFailed
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
+from contextfold.overlays import Overlay, Written, lending
 from contextfold.patch import BiasEdit, Edit, Header, MatrixEdit, Patch, ScaleEdit, Site
 from contextfold.rules import (
     Choice,
@@ -28,7 +29,6 @@ from contextfold.rules import (
     choose,
     refit_scale,
 )
-from contextfold.runtime import Overlay, Written
 
 __all__ = ["BlockReport", "FoldedBlocks", "fold_blocks", "patched"]
 
@@ -111,10 +111,7 @@ def patched(model: nn.Module, patch: Patch) -> Iterator[nn.Module]:
     """
     if weights_digest(model) != patch.header.fingerprint:
         raise PatchMismatch("the patch was made for other weights; fold again on this model")
-    overlay = Written(model, patch.edits)
-    with overlay:
-        for site, edit in patch.edits.items():
-            overlay.put(site, edit)
+    with lending(Written, model, patch.edits):
         yield model
 
 

@@ -24,8 +24,8 @@ from contextfold.cli.common import (
 )
 from contextfold.errors import InputError
 
-ANCHORS_FROM, ELSEWHERE_FROM = 0, 40
-"""Where in the built-in questions the anchors begin, and those on which the effect elsewhere is measured."""
+ELSEWHERE_FROM = 40
+"""Built-in questions before it may be anchors; on those behind it the effect elsewhere is measured."""
 
 HELD_OUT = 4
 """One question in so many is held out when the user names none."""
@@ -149,7 +149,7 @@ class _Job:
         known = self.answers(frame, frame.full, laid.tails[:n], laid.stop)
         judged = self.answers(frame, frame.full, laid.tails[n:], laid.stop)
         general = self.lay_out(list(suites.QUESTIONS)).tails
-        held = self.answers(frame, frame.kept, general[ANCHORS_FROM:anchors], laid.stop, moves=False)
+        held = self.answers(frame, frame.kept, general[:anchors], laid.stop, moves=False)
         other = self.answers(frame, frame.kept, general[ELSEWHERE_FROM:], laid.stop, moves=False)
         baked = self.solve("baking", frame, (*known, *held), plan, store)
         wrong = self.wrong(frame, known, plan) if controls else {}
@@ -182,14 +182,13 @@ class _Job:
         """Patches of the same questions and answers, from a shuffled context and from another one."""
         from contextfold import prompts, suites
         from contextfold.bake import Frame
-        from contextfold.verify.controls import OTHER, SHUFFLED, shuffled
+        from contextfold.verify.controls import wrong_contexts
 
         other = prompts.encode_text(self.loaded.tokenizer, suites.OTHER_CONTEXT)
-        contexts = {OTHER: other, SHUFFLED: shuffled(frame.context, ())}
+        contexts = wrong_contexts(frame.context, (), self.bound.vocabulary, other)
         return {
             name: self.solve(f"baking control {name}", Frame(frame.kept, ids), known, plan).patch
             for name, ids in contexts.items()
-            if ids is not None
         }
 
 

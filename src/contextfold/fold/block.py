@@ -28,8 +28,8 @@ from contextfold.anatomy import (
 )
 from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank
-from contextfold.outcomes import Finding, Outcome
-from contextfold.patch import MatrixEdit, ScaleEdit, Site
+from contextfold.outcomes import Finding, Outcome, labels
+from contextfold.patch import MatrixEdit, ScaleEdit, Site, factor_dtype
 from contextfold.rules import EvenShare, InputWeight, OutputWeight, PostNorm, Reference, SharedExpert, refit_scale
 from contextfold.rules.base import NEAR_SINGULAR, UpdateRule
 from contextfold.rules.linear import Steering, WeightSolution
@@ -65,8 +65,7 @@ class LayerReport:
     @property
     def outcome(self) -> str:
         """Labels of what was met, `exact` when there was nothing to remark."""
-        labels = sorted({finding.outcome.label for finding in self.findings})
-        return ", ".join(labels) or Outcome.EXACT.label
+        return labels(self.findings)
 
 
 @dataclass(eq=False)
@@ -288,7 +287,7 @@ class BlockFold:
 
     def _factor_dtype(self) -> torch.dtype:
         stored = self.block.anchor.dtype
-        return torch.float64 if stored == torch.float64 else torch.float32
+        return factor_dtype(stored)
 
     def _put_matrix(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
         W = self.sizes[linear.site]

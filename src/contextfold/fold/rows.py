@@ -16,8 +16,8 @@ from contextfold.anatomy import Block, LinearMap
 from contextfold.anatomy import rows as first_rows
 from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank, Metric, Solution
-from contextfold.outcomes import Finding, Outcome
-from contextfold.patch import MatrixEdit, Site
+from contextfold.outcomes import Finding, Outcome, labels
+from contextfold.patch import MatrixEdit, Site, factor_dtype
 from contextfold.rules.base import NEAR_SINGULAR, RESIDUAL
 from contextfold.runtime import BlockState, Overlay
 
@@ -47,7 +47,7 @@ class SequenceLayer:
     @property
     def outcome(self) -> str:
         """Labels of what was met, `exact` when there was nothing to remark."""
-        return ", ".join(sorted({f.outcome.label for f in self.findings})) or Outcome.EXACT.label
+        return labels(self.findings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ class RowsFold(ABC):
         overlay.put(linear.site, MatrixEdit(delta.to(dtype)))
 
     def _factor_dtype(self) -> torch.dtype:
-        return torch.float64 if self.block.anchor.dtype == torch.float64 else torch.float32
+        return factor_dtype(self.block.anchor.dtype)
 
     def report(self) -> SequenceLayer:
         missing = float("nan")

@@ -98,8 +98,8 @@ def fold_token(
         query: token ids `(n,)` that follow it.
         keep: spans of the context that stay in the reduced run; by default its first token, the sink, which the
             matrix edits leave where it was. `()` drops the context wholly, as the paper does.
-        rule: reference scale of the post-norm class (`floored`, `theorem`, `appendix`, `scalar`, `flat`); blocks
-            without a norm after the MLP have one rule only.
+        rule: reference scale of the post-norm class (`balanced`, `floored`, `theorem`, `appendix`, `scalar`, `flat`);
+            blocks without a norm after the MLP have one rule only.
         fallback: rule for blocks where `rule` is undefined; None refuses.
         experts: rule by which the output maps of a mixture share the wanted change (`experts by least norm`, the
             default; `experts by even share`; `shared expert alone`; `experts, output only`).

@@ -9,7 +9,6 @@ need not be formed to know what they do: that is left to the proof.
 
 from __future__ import annotations
 
-import inspect
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
-from contextfold.runtime import BlockState, before
+from contextfold.runtime import BlockState, before, keeps_logits
 from contextfold.stepwise.cache import SharedCache
 from contextfold.stepwise.window import Batch
 
@@ -42,7 +41,7 @@ class Pair:
 def forward(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
     """An ordinary forward with a cache: `ids`, `positions (rows, n)`, `mask (rows, columns)` of everything seen."""
     device = next(model.parameters()).device
-    arguments = {"logits_to_keep": 1} if _keeps_logits(model) else {}
+    arguments = {"logits_to_keep": 1} if keeps_logits(model) else {}
     return model(
         input_ids=ids.to(device),
         attention_mask=mask.to(device, torch.int64),
@@ -51,11 +50,6 @@ def forward(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cach
         use_cache=True,
         **arguments,
     )
-
-
-def _keeps_logits(model: nn.Module) -> bool:
-    """Whether such a model can compute the logits of the last positions only (a vocabulary is wide)."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 class Pairing:

@@ -6,11 +6,9 @@ stored at once, without a second copy of the model's maps in memory.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -18,7 +16,8 @@ from torch import Tensor
 from contextfold.anatomy import Bound
 from contextfold.fold import LayerReport, digest
 from contextfold.fold.block import BlockFold
-from contextfold.patch import Edit, Header, Patch, ScaleEdit, Site
+from contextfold.header import receipt
+from contextfold.patch import Edit, Patch, ScaleEdit, Site
 from contextfold.rules import InputWeight, OutputWeight, PostNorm, Reference
 from contextfold.runtime import BlockState, InTurn, Run
 from contextfold.stepwise.cache import KeptCache
@@ -63,24 +62,15 @@ class Proof:
         when they were current; with nothing kept, given nothing (kind `token`)."""
         through = f"{PostNorm.name}: {self.rules[0].name}"
         normed = any(isinstance(edit, ScaleEdit) for edit in self.edits.values())
-        factor = torch.float64 if bound.dtype == torch.float64 else torch.float32
-        header = Header(
-            kind="token" if self.seen.ids.numel() == 1 else "step",
-            model_type=bound.model_type,
-            fingerprint=bound.fingerprint,
+        header = receipt(
+            bound,
+            "token" if self.seen.ids.numel() == 1 else "step",
+            (InputWeight.name, through if normed else OutputWeight.name),
+            materialised=True,
             positions=tuple(self.seen.positions.tolist()),
             exact_at=(int(self.seen.positions[-1]),),
             tokens_digest=digest(self.seen),
             context_digest=digest(self.full),
-            model_dtype=str(bound.dtype).removeprefix("torch."),
-            factor_dtype=str(factor).removeprefix("torch."),
-            attention=bound.attention,
-            materialised=True,
-            plan=(InputWeight.name, through if normed else OutputWeight.name),
-            versions={
-                "python": platform.python_version(),
-                **{name: version(name) for name in ("contextfold", "torch", "transformers")},
-            },
         )
         return Patch(header, self.edits)
 

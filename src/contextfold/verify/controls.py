@@ -15,7 +15,16 @@ from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit
 from contextfold.runtime import materialised, run
 from contextfold.verify.metrics import Comparison, compare
 
-__all__ = ["OTHER", "RANDOM", "SHUFFLED", "negative_controls", "other_tokens", "random_like", "shuffled"]
+__all__ = [
+    "OTHER",
+    "RANDOM",
+    "SHUFFLED",
+    "negative_controls",
+    "other_tokens",
+    "random_like",
+    "shuffled",
+    "wrong_contexts",
+]
 
 OTHER = "other_context"
 SHUFFLED = "shuffled_context"
@@ -50,6 +59,17 @@ def other_tokens(context: Tensor, keep: Spans, vocabulary: int) -> Tensor:
     return other
 
 
+def wrong_contexts(context: Tensor, keep: Spans, vocabulary: int, other: Tensor | None) -> dict[str, Tensor]:
+    """By control, the tokens that take the context's place.
+
+    `other (c',)` is another context; random tokens stand in when it is None. A control that cannot be built (a
+    context of one token has one order) is left out.
+    """
+    mixed = shuffled(context, keep)
+    found = {OTHER: other_tokens(context, keep, vocabulary) if other is None else other}
+    return found if mixed is None else {**found, SHUFFLED: mixed}
+
+
 def random_like(patch: Patch) -> Patch:
     """A random patch with the same sites, ranks and norms."""
     generator = torch.Generator().manual_seed(SEED)
@@ -82,19 +102,10 @@ def negative_controls(
     fallback: str | None,
     other: Tensor | None,
 ) -> Mapping[str, Comparison]:
-    """Each control's patch written into the weights, against the real in-context logits.
-
-    `other (c',)` is another context; random tokens stand in when it is None. A control that cannot be built (a
-    context of one token has one order) is left out.
-    """
-    mixed = shuffled(context, keep)
-    contexts = {
-        OTHER: other_tokens(context, keep, bound.vocabulary) if other is None else other,
-        **({} if mixed is None else {SHUFFLED: mixed}),
-    }
+    """Each control's patch written into the weights, against the real in-context logits; see `wrong_contexts`."""
     patches = {
         name: fold_token(bound, tokens, query, keep=keep, rule=rule, fallback=fallback).patch
-        for name, tokens in contexts.items()
+        for name, tokens in wrong_contexts(context, keep, bound.vocabulary, other).items()
     }
     patches[RANDOM] = random_like(folded.patch)
     found = {}

@@ -22,7 +22,7 @@ from contextfold.runtime import Run, materialised, run
 from contextfold.verify.controls import RANDOM, SHUFFLED, random_like
 from contextfold.verify.receipt import receipt_of
 
-__all__ = ["Effect", "Recovery", "ReusableVerdict", "evaluate"]
+__all__ = ["Effect", "Recovery", "ReusableVerdict", "answer_logits", "compare_answers", "evaluate"]
 
 CONTROL_LIMIT = 0.2
 """Share of the effect that a control may bring back before it makes the patch's own share worthless."""
@@ -36,6 +36,9 @@ TOGETHER = 8
 
 Condition = Callable[[], AbstractContextManager[object]]
 
+Answer = tuple[float, int, int]
+"""Of one answer: KL in nats, tokens at which the first choices agree, tokens."""
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -45,6 +48,12 @@ class Effect:
     """Per question, the mean KL(reference ‖ this) over the tokens of its answer, in nats."""
     top1: float
     """Share of answer tokens at which both prefer the same token."""
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> Effect:
+        """From what was compared, answer by answer."""
+        same, count = (sum(answer[k] for answer in answers) for k in (1, 2))
+        return cls(tuple(kl for kl, _, _ in answers), same / count)
 
     @property
     def mean(self) -> float:
@@ -191,14 +200,16 @@ def evaluate(
         raise InputError("there are no held-out questions; what a patch does on those it was made from proves nothing")
     baked = patch if isinstance(patch, Baked) else None
     edits = patch.patch if isinstance(patch, Baked) else patch
-    conditions: dict[str, Condition] = {"": nullcontext, "patch": lambda: materialised(bound, edits)}
+    conditions: dict[str, Condition] = {"": nullcontext, "patch": _writer(bound, edits)}
     others = {**(controls or {}), RANDOM: random_like(edits)}
     conditions |= {f"control {n}": _writer(bound, p) for n, p in others.items()}
     conditions |= {f"times {f}": _writer(bound, edits * f) for f in strengths}
-    effects = _effects(bound, frame.full, frame.kept, held_out, conditions)
+    effects = _effects(bound, frame.full, {n: (frame.kept, c) for n, c in conditions.items()}, held_out)
     unpatched = effects[""]
     if not unpatched.mean > 0:
         raise InputError("the context changes nothing on the held-out questions; is it the one that answered them?")
+    cases = {"patch": (frame.kept, conditions["patch"]), "context": (frame.full, conditions[""])}
+    beside = {n: _effects(bound, frame.kept, cases, examples) for n, examples in (elsewhere or {}).items()}
     return ReusableVerdict(
         model=name or bound.model_type,
         dtype=bound.dtype,
@@ -207,7 +218,7 @@ def evaluate(
         patched=Recovery.of(effects["patch"], unpatched),
         controls={n: Recovery.of(effects[f"control {n}"], unpatched) for n in others},
         same_answers=_same(bound, edits, frame, held_out, stop),
-        elsewhere={n: _elsewhere(bound, edits, frame, examples) for n, examples in (elsewhere or {}).items()},
+        elsewhere={n: (moved["patch"], moved["context"]) for n, moved in beside.items()},
         strengths={f: 1 - effects[f"times {f}"].mean / unpatched.mean for f in strengths},
         baked=baked,
         receipt=receipt_of(bound),
@@ -219,53 +230,35 @@ def _writer(bound: Bound, patch: Patch) -> Condition:
 
 
 def _effects(
-    bound: Bound, reference: Tensor, before: Tensor, examples: Sequence[Example], conditions: Mapping[str, Condition]
+    bound: Bound, reference: Tensor, cases: Mapping[str, tuple[Tensor, Condition]], examples: Sequence[Example]
 ) -> dict[str, Effect]:
-    """Under each condition the model with `before` in front, against the unpatched one with `reference` in front."""
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in conditions}
+    """By case, the model under a condition with its tokens in front, against the bare one with `reference` in front."""
+    found: dict[str, list[Answer]] = {name: [] for name in cases}
     for part in _parts(examples):
-        wanted = [_answer_logits(bound.model, reference, e) for e in part]
-        for name, condition in conditions.items():
+        wanted = [answer_logits(bound.model, reference, e) for e in part]
+        for name, (before, condition) in cases.items():
             with condition():
-                found[name] += [
-                    _compare(p, _answer_logits(bound.model, before, e)) for p, e in zip(wanted, part, strict=True)
-                ]
-    return {name: _effect(rows) for name, rows in found.items()}
-
-
-def _elsewhere(bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example]) -> tuple[Effect, Effect]:
-    """Against the bare model: with the patch, and with the context."""
-    moved: list[list[tuple[float, float, int]]] = [[], []]
-    for part in _parts(examples):
-        bare = [_answer_logits(bound.model, frame.kept, e) for e in part]
-        moved[1] += [_compare(p, _answer_logits(bound.model, frame.full, e)) for p, e in zip(bare, part, strict=True)]
-        with materialised(bound, patch):
-            moved[0] += [
-                _compare(p, _answer_logits(bound.model, frame.kept, e)) for p, e in zip(bare, part, strict=True)
-            ]
-    return _effect(moved[0]), _effect(moved[1])
+                given = (answer_logits(bound.model, before, e) for e in part)
+                found[name] += [compare_answers(p, q) for p, q in zip(wanted, given, strict=True)]
+    return {name: Effect.of(rows) for name, rows in found.items()}
 
 
 def _parts(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
     return (examples[start : start + TOGETHER] for start in range(0, len(examples), TOGETHER))
 
 
-def _answer_logits(model: nn.Module, before: Tensor, example: Example) -> Tensor:
-    """`(a, V)`: what the model says at each token of the answer, before it is given."""
+def answer_logits(model: nn.Module, before: Tensor, example: Example) -> Tensor:
+    """`(a, V)`: what the model with `before` in front says at each token of the answer, before it is given."""
     ids = torch.cat([before, example.tail])
     n = example.tail.numel() - example.answer
     return run(model, Run(ids, torch.arange(ids.numel())), last=n + 1)[:-1]
 
 
-def _compare(wanted: Tensor, given: Tensor) -> tuple[float, float, int]:
-    """Mean KL in nats, how many first choices agree, and of how many."""
+def compare_answers(wanted: Tensor, given: Tensor) -> Answer:
+    """Logits `(a, V)` both: mean KL(wanted ‖ given) in nats, how many first choices agree, and of how many."""
     p, q = torch.log_softmax(wanted.double(), -1), torch.log_softmax(given.double(), -1)
     kl = (p.exp() * (p - q)).sum(-1).mean()
-    return max(float(kl), 0.0), float((p.argmax(-1) == q.argmax(-1)).sum()), p.shape[0]
-
-
-def _effect(rows: Sequence[tuple[float, float, int]]) -> Effect:
-    return Effect(tuple(kl for kl, _, _ in rows), sum(same for _, same, _ in rows) / sum(n for _, _, n in rows))
+    return max(float(kl), 0.0), int((p.argmax(-1) == q.argmax(-1)).sum()), p.shape[0]
 
 
 def _same(bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example], stop: Sequence[int]) -> float:

@@ -14,7 +14,7 @@ from contextfold.anatomy import Bound, bind
 from contextfold.fold import FoldedSequence, PatchSites, SequenceLayer, fold_sequence, sites_of, split
 from contextfold.patch import Patch
 from contextfold.runtime import Run, applied, materialised, run
-from contextfold.verify.controls import OTHER, RANDOM, SHUFFLED, other_tokens, random_like, shuffled
+from contextfold.verify.controls import RANDOM, other_tokens, random_like, wrong_contexts
 from contextfold.verify.metrics import Comparison, compare
 from contextfold.verify.receipt import receipt_of
 from contextfold.verify.step import check_tokens, rounding_noise
@@ -236,8 +236,7 @@ def _controls(
     arguments: Mapping[str, Any],
     chosen: Tensor,
 ) -> dict[str, Compared]:
-    mixed = shuffled(context, arguments["keep"])
-    contexts = {OTHER: other, **({} if mixed is None else {SHUFFLED: mixed})}
+    contexts = wrong_contexts(context, arguments["keep"], bound.vocabulary, other)
     patches = {
         name: fold_sequence(bound, tokens, query, **(dict(arguments) | {"strict": False})).patch
         for name, tokens in contexts.items()

@@ -222,16 +222,15 @@ JETMOE = Family(
     quirks="Attention is a mixture too; one bias for the whole MLP.",
 )
 
+_AFMOE = Wiring(norm_pre="pre_mlp_layernorm", norm_post="post_mlp_layernorm")
+
 AFMOE = Family(
     name="afmoe",
     model_types=("afmoe",),
     layers="model.layers",
     sites=(
-        shared(
-            routed(Wiring(norm_pre="pre_mlp_layernorm", norm_post="post_mlp_layernorm"), "mlp.router.gate"),
-            "mlp.shared_experts",
-        ),
-        Dense(GATED, "mlp.down_proj", Wiring(norm_pre="pre_mlp_layernorm", norm_post="post_mlp_layernorm")),
+        shared(routed(_AFMOE, "mlp.router.gate"), "mlp.shared_experts"),
+        Dense(GATED, "mlp.down_proj", _AFMOE),
     ),
     quirks="Norms before and after each sublayer; dense first layers.",
 )
