@@ -126,7 +126,9 @@ def _spectrum(edit: Edit) -> _Spectrum:
     wide = change.to(torch.float64)
     U, S, Vt = wide.svd()
     # Measured against the factors and not the product: in `p − p` all that is left of the product is rounding.
-    limit = torch.finfo(change.B.dtype).eps * float(wide.B.norm() * wide.A.norm())
+    # Factors were rounded when they were stored; the decomposition adds roundings in proportion to the size.
+    eps = torch.finfo(change.B.dtype).eps + max(wide.B.shape[0], wide.A.shape[1]) * torch.finfo(torch.float64).eps
+    limit = eps * float(wide.B.norm() * wide.A.norm())
     keep = limit < S
     return _Spectrum(U[:, keep], S[keep], Vt[keep])
 
