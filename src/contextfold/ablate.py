@@ -301,6 +301,7 @@ def _removal_json(removal: Removal) -> dict[str, Any]:
         "position": removal.position,
         "answer": removal.answer,
         "without": removal.removed.top1,
+        "patched": removal.patched.top1,
         "kl_nats": removal.removed.kl_nats,
         "answer_nats": removal.answer_nats,
         "top1_match": removal.removed.top1_match,

@@ -17,6 +17,7 @@ from contextfold.cli.common import (
     bind_model,
     load_model,
     show_or_json,
+    spelled,
     steps,
 )
 from contextfold.errors import InputError
@@ -48,7 +49,10 @@ def ablate(
             bound, ids.context, ids.query, {name: (span,) for name, span in spans.items()}, rule=rule,
             fallback=fallback, tokens=tokens, progress=progress,
         )  # fmt: skip
-    payload = {"model": model, **found.to_json(), "answer_text": decode(list(found.answer))}
+    payload = {"model": model, "query": asked, **found.to_json(), "answer_text": decode(list(found.answer))}
+    payload["parts"] = [
+        {**row, "text": texts[row["name"]], "positions": spelled(row["positions"], decode)} for row in payload["parts"]
+    ]
     show_or_json(as_json, payload, lambda: ablation_view(found, decode))
     raise typer.Exit(0 if found.proven else 1)
 

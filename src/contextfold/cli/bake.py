@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from contextfold.cli.common import (
     load_model,
     out,
     show_or_json,
+    spelled,
     steps,
 )
 from contextfold.errors import InputError
@@ -55,8 +58,9 @@ def bake(
     as_json: JsonOption = False,
 ) -> None:
     """Bake a context into a patch that answers new questions, judge it by questions it has never seen, write it."""
-    from contextfold import bakeview, patchfile
+    from contextfold import bakeview, patchfile, prompts
     from contextfold.bake import estimator as known
+    from contextfold.spectra import spectra
 
     check_writable(out_file)
     known(estimator)
@@ -65,11 +69,13 @@ def bake(
     loaded = load_model(model, dtype)
     job = _Job(loaded, bind_model(loaded), context, tokens, as_json)
     learn, judge = job.split(queries, held_out)
+    decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
     store = None if out_file is None else out_file.with_name(f".{out_file.name}.work")
     baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
     written = patchfile.save(baked.patch, out_file) if out_file is not None and verdict.holds else None
-    payload = {**verdict.to_json(), "patch": None if written is None else str(written)}
+    payload = {"context": prompts.read_argument(context), **verdict.to_json(), "spectra": spectra(baked.patch)}
+    payload |= {"held_out": spelled(payload["held_out"], decode), "patch": None if written is None else str(written)}
     show_or_json(as_json, payload, lambda: bakeview.verdict_view(verdict))
     if not as_json and out_file is not None:
         size = f"Wrote {written} ({baked.patch.nbytes} bytes)."

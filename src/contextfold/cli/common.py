@@ -71,6 +71,13 @@ def read_prompt(tokenizer: Any, context: str, query: str, keep: str) -> Any:
     return Prompt(ids.context, ids.query, read_spans(keep, ids.context.numel()))
 
 
+def as_read(context: str, query: str) -> dict[str, str]:
+    """The two texts, as they stand in the JSON of a command."""
+    from contextfold import prompts
+
+    return {"context": prompts.read_argument(context), "query": prompts.read_argument(query)}
+
+
 def protocol(prompt: Any, folded: str = "One token folded") -> str:
     kept = sum(stop - start for start, stop in prompt.keep)
     return (
@@ -102,6 +109,19 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: its folder does not exist, or it is a folder; choose another --out")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"cannot write to {path.parent}: permission denied; choose another --out")
+
+
+SPELLED = ("token", "in_context", "unpatched", "patched", "answer", "without", "chosen", "question")
+"""Keys under which a row holds a token id, or several."""
+
+
+def spelled(rows: list[dict[str, Any]], decode: Callable[[Any], str]) -> list[dict[str, Any]]:
+    """The rows with their tokens in letters besides, under `texts`."""
+
+    def text(found: Any) -> str | None:
+        return None if found is None else decode(found if isinstance(found, list) else [found])
+
+    return [{**row, "texts": {key: text(row[key]) for key in SPELLED if key in row}} for row in rows]
 
 
 def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any]) -> None:

@@ -17,6 +17,7 @@ from contextfold.cli.common import (
     out,
     read_prompt,
     show_or_json,
+    spelled,
     steps,
 )
 
@@ -49,7 +50,8 @@ def demo(
         verdict = verify_prompts(bound, [prompt], tokens=tokens, settings=settings, progress=progress)
     without = continuation(bound, reduced, tokens).tolist()
     decode: Callable[[Any], str] = loaded.tokenizer.decode
-    payload = verdict.to_json()
+    payload = {"context": suites.DEMO.context, "query": suites.DEMO.query, **verdict.to_json()}
+    payload["steps"] = spelled(payload["steps"], decode)
     if not as_json:
         out.print(show.token_table(verdict.steps[0], decode))
         out.print(show.continuation_panel(verdict, without, decode))

@@ -18,6 +18,7 @@ from contextfold.cli.common import (
     Model,
     QueryOption,
     RuleOption,
+    as_read,
     bind_model,
     check_writable,
     load_model,
@@ -26,6 +27,7 @@ from contextfold.cli.common import (
     protocol,
     read_prompt,
     show_or_json,
+    spelled,
     steps,
     waiting,
 )
@@ -63,6 +65,7 @@ def fold(
 ) -> None:
     """Fold a context for the last token of a query, or for all its tokens at once; prove the patch, then write it."""
     from contextfold import patchfile, show
+    from contextfold.spectra import spectra
     from contextfold.verify import SequenceVerdict, Settings, Verdict, fold_and_prove
 
     check_writable(out_file)
@@ -82,7 +85,10 @@ def fold(
         options = {"at": at, "sites": sites.value, "typical": _tokens(loaded, typical), "strict": strict}
         patch, verdict = _sequence(bind_model(loaded), prompt, settings, options)
     written = patchfile.save(patch, out_file) if out_file is not None and verdict.proven else None
-    payload = {**verdict.to_json(), "patch": None if written is None else str(written)}
+    payload = {**as_read(context, query), **verdict.to_json(), "spectra": spectra(patch)}
+    payload["patch"] = None if written is None else str(written)
+    rows = "steps" if positions == "last" else "positions"
+    payload[rows] = spelled(payload[rows], loaded.tokenizer.decode)
     show_or_json(as_json, payload, lambda: show.verdict_view(verdict))
     if not as_json and out_file is not None:
         out.print(f"Wrote {written} ({patch.nbytes} bytes)." if written else "Not proven, so nothing was written.")

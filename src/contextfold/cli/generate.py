@@ -23,6 +23,7 @@ from contextfold.cli.common import (
     read_prompt,
     read_spans,
     show_or_json,
+    spelled,
 )
 
 
@@ -62,7 +63,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Generate with the context folded into the weights at every step, next to the model that has it."""
-    from contextfold import stepwise
+    from contextfold import prompts, stepwise
+    from contextfold.verify.receipt import receipt_of
 
     loaded = load_model(model, dtype)
     ids, window = _layout(loaded.tokenizer, context, prompt, keep, see)
@@ -76,7 +78,11 @@ def generate(
     found = tuple(steps if as_json else _streamed(steps, decode))
     summary = stepwise.Summary(found, bound.dtype)
     text = decode([token.chosen for token in found])
-    payload = {"model": model, "history": history.value, "see": see.value, "text": text, **summary.to_json()}
+    payload = {
+        "model": model, "history": history.value, "see": see.value, "context": prompts.read_argument(context),
+        "query": None if prompt is None else prompts.read_argument(prompt), "text": text, **summary.to_json(),
+    }  # fmt: skip
+    payload |= {"steps": spelled(payload["steps"], decode), "receipt": receipt_of(bound)}
     show_or_json(as_json, payload, lambda: f"\n{text!r}\n{summary.sentence()}")
     raise typer.Exit(0 if summary.holds else 1)
 

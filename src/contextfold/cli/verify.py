@@ -13,6 +13,7 @@ from contextfold.cli.common import (
     FallbackOption,
     JsonOption,
     RuleOption,
+    as_read,
     bind_model,
     load_model,
     other_context,
@@ -20,6 +21,7 @@ from contextfold.cli.common import (
     read_prompt,
     read_spans,
     show_or_json,
+    spelled,
     steps,
     waiting,
 )
@@ -49,17 +51,17 @@ def verify(
     if (suite is None) == (patch is None):
         raise InputError("give either --patch FILE with --context and --query, or --suite paper")
     if suite is not None:
-        verdict = _suite(name, suite, keep, tokens, rule, fallback, dtype)
+        verdict, said = _suite(name, suite, keep, tokens, rule, fallback, dtype)
     else:
         assert patch is not None
-        verdict = _stored(name, patch, context, query, keep or "sink", dtype)
-    show_or_json(as_json, verdict.to_json(), lambda: show.verdict_view(verdict))
+        verdict, said = _stored(name, patch, context, query, keep or "sink", dtype)
+    show_or_json(as_json, said, lambda: show.verdict_view(verdict))
     raise typer.Exit(0 if verdict.proven else 1)
 
 
 def _suite(
     name: str, suite: str, keep: str | None, tokens: int | None, rule: str, fallback: str | None, dtype: Dtype
-) -> Any:
+) -> tuple[Any, dict[str, Any]]:
     from contextfold import prompts, suites
     from contextfold.verify import Prompt, Settings, verify_prompts
 
@@ -73,11 +75,21 @@ def _suite(
     protocol = f"{len(items)} prompts × {count} tokens, each folded afresh; the patched model saw {seen}."
     with steps("folding", len(items) * count) as progress:
         settings = Settings(rule, fallback, None, name, protocol)
-        return verify_prompts(bind_model(loaded), items, tokens=count, settings=settings, progress=progress)
+        verdict = verify_prompts(bind_model(loaded), items, tokens=count, settings=settings, progress=progress)
+    return verdict, _json(loaded, verdict, {"prompts": list(suites.PAPER)})
 
 
-def _stored(name: str, path: Path, context: str | None, query: str | None, keep: str, dtype: Dtype) -> Any:
+def _json(loaded: Any, verdict: Any, texts: dict[str, Any]) -> dict[str, Any]:
+    found = {**texts, **verdict.to_json()}
+    rows = "positions" if "positions" in found else "steps"
+    return {**found, rows: spelled(found[rows], loaded.tokenizer.decode)}
+
+
+def _stored(
+    name: str, path: Path, context: str | None, query: str | None, keep: str, dtype: Dtype
+) -> tuple[Any, dict[str, Any]]:
     from contextfold import patchfile
+    from contextfold.spectra import spectra
     from contextfold.verify import Settings, verify_patch, verify_sequence_patch
 
     if context is None or query is None:
@@ -89,4 +101,5 @@ def _stored(name: str, path: Path, context: str | None, query: str | None, keep:
         settings = Settings(other=other_context(loaded), name=name, protocol=protocol(prompt))
         bound = bind_model(loaded)
         test = verify_sequence_patch if stored.header.kind == "sequence" else verify_patch
-        return test(bound, stored, prompt, settings)
+        verdict = test(bound, stored, prompt, settings)
+    return verdict, {**_json(loaded, verdict, as_read(context, query)), "spectra": spectra(stored)}

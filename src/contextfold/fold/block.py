@@ -28,6 +28,7 @@ from contextfold.anatomy import (
 )
 from contextfold.errors import NotControllable
 from contextfold.lowrank import LowRank
+from contextfold.magnitudes import counts
 from contextfold.outcomes import Finding, Outcome, labels
 from contextfold.patch import MatrixEdit, ScaleEdit, Site, factor_dtype
 from contextfold.rules import EvenShare, InputWeight, OutputWeight, PostNorm, Reference, SharedExpert, refit_scale
@@ -61,6 +62,8 @@ class LayerReport:
     condition: float
     """Largest condition number of the block's solves."""
     findings: tuple[Finding, ...]
+    u_counts: tuple[int, ...] = ()
+    """How many `|u_i|` lie between neighbouring `magnitudes.EDGES`; empty where `min_abs_u` is NaN."""
 
     @property
     def outcome(self) -> str:
@@ -95,6 +98,7 @@ class BlockFold:
     member: Reference = field(init=False)
     scale: Tensor | None = None
     numbers: dict[str, float] = field(default_factory=dict)
+    u_counts: tuple[int, ...] = ()
 
     def listen(self, stack: ExitStack, overlay: Overlay) -> None:
         block = self.block
@@ -219,7 +223,9 @@ class BlockFold:
         return solution.delta
 
     def _through_norm(self, norm: Norm, h: Tensor, branch: Tensor) -> LowRank | None:
-        self.numbers["min_abs_u"] = float(norm.unscaled(branch).abs().min())
+        u = norm.unscaled(branch)
+        self.numbers["min_abs_u"] = float(u.abs().min())
+        self.u_counts = counts(u)
         self.numbers["min_abs_m"] = float(norm.scale.abs().min())
         first, second = self.rules
         self.member = first
@@ -312,4 +318,5 @@ class BlockFold:
             cos_z=self.numbers.get("cos_z", missing),
             condition=self.numbers.get("condition", 1.0),
             findings=tuple(self.findings),
+            u_counts=self.u_counts,
         )

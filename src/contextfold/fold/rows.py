@@ -43,6 +43,8 @@ class SequenceLayer:
     length_change_max: float
     """Largest `|beta_i − 1|`, the change of a freed length; 0 where none was freed."""
     findings: tuple[Finding, ...]
+    actions: tuple[float, ...] = ()
+    """Per position of the patch's `exact_at`, `‖dW h‖ / ‖W h‖` of the map that gives the branch: what it adds there."""
 
     @property
     def outcome(self) -> str:
@@ -77,6 +79,7 @@ class RowsFold(ABC):
     """By letter, `(t, ·)`: what maps read on typical text, for the whitened form; empty for the plain one."""
     numbers: dict[str, float] = field(default_factory=dict, init=False)
     findings: list[Finding] = field(default_factory=list, init=False)
+    actions: tuple[float, ...] = field(default=(), init=False)
 
     @property
     @abstractmethod
@@ -141,6 +144,11 @@ class RowsFold(ABC):
         if self.targets.strict and inexact:
             raise NotControllable(inexact)
 
+    def _acting(self, delta: LowRank, rows: Tensor, branch: Tensor) -> LowRank:
+        """Notes what `delta` adds to `branch (n, d)`, which the map gives for `rows (n, f)` as it is."""
+        self.actions = tuple((delta(rows).norm(dim=1) / branch.norm(dim=1)).tolist())
+        return delta
+
     def _put(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
         """Lend an edit, for more positions than the map has outputs (or inputs) in no more factors than it has."""
         dtype = self._factor_dtype()
@@ -166,6 +174,7 @@ class RowsFold(ABC):
             relative_error=self.numbers.get("relative_error", missing),
             length_change_max=self.numbers.get("length_change_max", 0.0),
             findings=tuple(self.findings),
+            actions=self.actions,
         )
 
 

@@ -89,7 +89,7 @@ class _BranchRows(RowsFold):
         if block.norm_post is None:
             solution = min_norm_update(h, self.g - branch, metric)
             self._judge(solution)
-            return solution.delta
+            return self._acting(solution.delta, h, branch)
         return self._reach_through(block.norm_post, h, branch, metric)
 
     def _reach_through(self, norm: Norm, h: Tensor, branch: Tensor, metric: Metric | None) -> LowRank:
@@ -102,7 +102,7 @@ class _BranchRows(RowsFold):
         self.numbers["length_change_max"] = float((joint.lengths - 1).abs().max())
         self.g, self.scale, self.lengths = joint.g, joint.scale, joint.lengths
         self._judge(joint.solution)
-        return joint.solution.delta
+        return self._acting(joint.solution.delta, h, branch)
 
     def _refit(self, overlay: Overlay, q: Tensor) -> None:
         """The scale once more, by least squares over the positions, now that the map is what it is after rounding."""
@@ -253,9 +253,10 @@ class AttentionRows(RowsFold):
     def _match(self, overlay: Overlay, value: Tensor) -> None:
         a, v_C = self._pick(value), self.targets.wanted["v"].double()
         finite(self.block.name, a=a, v_C=v_C)
-        solution = min_norm_update(a, v_C - self.x - self._map.exact(a), self._metric("a"))
+        branch = self._map.exact(a)
+        solution = min_norm_update(a, v_C - self.x - branch, self._metric("a"))
         self._judge(solution)
-        self._put(overlay, self._map, solution.delta)
+        self._put(overlay, self._map, self._acting(solution.delta, a, branch))
 
 
 def rows_kind(block: Block, sites: PatchSites) -> type[RowsFold]:

@@ -121,4 +121,21 @@ def _step(token: Token) -> dict[str, Any]:
         "patched": token.patched,
         "action_gap": token.logit_gap,
         "proven_gap": None if token.proof is None else token.proof.written.logit_gap,
+        **(_proven(token.proof) if token.proof is not None else dict.fromkeys(PROVEN)),
+        "margin": token.margin,
+        "chosen": token.chosen,
+    }
+
+
+PROVEN = ("unpatched", "unpatched_gap", "kl_nats", "weight_ratio", "relative_error")
+"""Keys of a step that only a proof can fill."""
+
+
+def _proven(proof: Proof) -> dict[str, Any]:
+    return {
+        "unpatched": proof.unpatched.top1,
+        "unpatched_gap": proof.unpatched.logit_gap,
+        "kl_nats": proof.written.kl_nats,
+        "weight_ratio": [layer.weight_ratio for layer in proof.layers],
+        "relative_error": [layer.relative_error for layer in proof.layers],
     }

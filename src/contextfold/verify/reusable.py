@@ -22,7 +22,7 @@ from contextfold.runtime import Run, materialised, run
 from contextfold.verify.controls import RANDOM, SHUFFLED, random_like
 from contextfold.verify.receipt import receipt_of
 
-__all__ = ["Effect", "Recovery", "ReusableVerdict", "answer_logits", "compare_answers", "evaluate"]
+__all__ = ["Effect", "Recovery", "ReusableVerdict", "Spoken", "answer_logits", "compare_answers", "evaluate"]
 
 CONTROL_LIMIT = 0.2
 """Share of the effect that a control may bring back before it makes the patch's own share worthless."""
@@ -31,6 +31,9 @@ USEFUL = 0.8
 """Share of the effect from which a patch is called a stand-in for its context."""
 
 RESAMPLES = 2000
+SHOWN = 4
+"""Questions that the model is also made to answer without context and without patch, for the eye."""
+
 TOGETHER = 8
 """Questions whose logits are held at once; a vocabulary is wide."""
 
@@ -88,6 +91,17 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Spoken:
+    """One held-out question and what each model, left alone, answers; token ids."""
+
+    question: tuple[int, ...]
+    in_context: tuple[int, ...]
+    patched: tuple[int, ...]
+    unpatched: tuple[int, ...] | None
+    """None where nobody asked."""
+
+
+@dataclass(frozen=True)
 class ReusableVerdict:
     """What a baked patch does on questions that it was not made from. Divergences in nats per answer token."""
 
@@ -97,8 +111,8 @@ class ReusableVerdict:
     unpatched: Effect
     patched: Recovery
     controls: Mapping[str, Recovery]
-    same_answers: float
-    """Share of questions that the patched model, left alone, answers word for word as the in-context one."""
+    spoken: tuple[Spoken, ...]
+    """Every held-out question, in their order."""
     elsewhere: Mapping[str, tuple[Effect, Effect]]
     """On text that the context has no business with, against the bare model: with the patch, and with the context."""
     strengths: Mapping[float, float]
@@ -106,6 +120,11 @@ class ReusableVerdict:
     baked: Baked | None
     receipt: Mapping[str, Any]
     remarks: tuple[str, ...] = field(default=())
+
+    @property
+    def same_answers(self) -> float:
+        """Share of questions that the patched model, left alone, answers word for word as the in-context one."""
+        return statistics.mean(answer.patched == answer.in_context for answer in self.spoken)
 
     def reasons(self) -> list[str]:
         """Why the patch is no stand-in for the context; empty when it is one."""
@@ -169,9 +188,24 @@ class ReusableVerdict:
             "strengths": {f"{factor:g}": share for factor, share in self.strengths.items()},
             "sites": [vars(site) for site in self.baked.sites] if self.baked else [],
             "calibration_tokens": self.baked.tokens if self.baked else None,
+            "held_out": self._question_rows(),
             "remarks": list(self.remarks),
             "receipt": dict(self.receipt),
         }
+
+    def _question_rows(self) -> list[dict[str, Any]]:
+        rows = zip(self.spoken, self.unpatched.kl_nats, self.patched.patched.kl_nats, strict=True)
+        return [
+            {
+                "kl_unpatched": without,
+                "kl_patched": patched,
+                "question": list(spoken.question),
+                "in_context": list(spoken.in_context),
+                "patched": list(spoken.patched),
+                "unpatched": None if spoken.unpatched is None else list(spoken.unpatched),
+            }
+            for spoken, without, patched in rows
+        ]
 
 
 @torch.no_grad()
@@ -217,7 +251,7 @@ def evaluate(
         unpatched=unpatched,
         patched=Recovery.of(effects["patch"], unpatched),
         controls={n: Recovery.of(effects[f"control {n}"], unpatched) for n in others},
-        same_answers=_same(bound, edits, frame, held_out, stop),
+        spoken=_spoken(bound, edits, frame, held_out, stop),
         elsewhere={n: (moved["patch"], moved["context"]) for n, moved in beside.items()},
         strengths={f: 1 - effects[f"times {f}"].mean / unpatched.mean for f in strengths},
         baked=baked,
@@ -261,9 +295,21 @@ def compare_answers(wanted: Tensor, given: Tensor) -> Answer:
     return max(float(kl), 0.0), int((p.argmax(-1) == q.argmax(-1)).sum()), p.shape[0]
 
 
-def _same(bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example], stop: Sequence[int]) -> float:
-    """Share of answers that the patched model, left alone, gives token by token as the in-context model did."""
+def _spoken(
+    bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example], stop: Sequence[int]
+) -> tuple[Spoken, ...]:
+    """What the patched model answers when it is left alone, beside what the in-context model did."""
     tokens = max(e.tail.numel() - e.answer for e in examples)
+    asked = [e.question for e in examples]
     with materialised(bound, patch):
-        own = answered(bound, frame.kept, [e.question for e in examples], tokens=tokens, stop=stop)
-    return statistics.mean(torch.equal(a.tail, b.tail) for a, b in zip(own, examples, strict=True))
+        own = answered(bound, frame.kept, asked, tokens=tokens, stop=stop)
+    bare = answered(bound, frame.kept, asked[:SHOWN], tokens=tokens, stop=stop)
+
+    def ids(example: Example) -> tuple[int, ...]:
+        return tuple(example.tail[example.answer :].tolist())
+
+    without = [*map(ids, bare), *([None] * (len(examples) - len(bare)))]
+    return tuple(
+        Spoken(tuple(e.question.tolist()), ids(e), ids(patched), said)
+        for e, patched, said in zip(examples, own, without, strict=True)
+    )

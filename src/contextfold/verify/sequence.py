@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from contextfold.fold import FoldedSequence, PatchSites, SequenceLayer, fold_seq
 from contextfold.patch import Patch
 from contextfold.runtime import Run, applied, materialised, run
 from contextfold.verify.controls import RANDOM, other_tokens, random_like, wrong_contexts
-from contextfold.verify.metrics import Comparison, compare
+from contextfold.verify.metrics import Comparison, compare, margin
 from contextfold.verify.receipt import receipt_of
 from contextfold.verify.step import check_tokens, rounding_noise
 from contextfold.verify.suite import Prompt, Settings
@@ -40,6 +40,12 @@ class SequenceVerdict:
     sites: PatchSites
     positions: tuple[int, ...]
     """Absolute positions of the query tokens that were compared."""
+    tokens: tuple[int, ...]
+    """The query tokens there, as ids."""
+    in_context: tuple[int, ...]
+    """Token ids that the in-context model prefers next."""
+    margins: tuple[float, ...]
+    """By how many logits it does."""
     written: Compared
     action: Compared
     perturbed: Compared
@@ -127,17 +133,26 @@ class SequenceVerdict:
         }
 
     def _position_rows(self) -> list[dict[str, Any]]:
+        rows = zip(
+            self.positions, self.tokens, self.in_context, self.margins, self.written, self.unpatched, strict=True
+        )
         return [
             {
                 "position": where,
+                "token": token,
+                "in_context": wanted,
+                "unpatched": without.top1,
+                "patched": patched.top1,
+                "in_context_margin": ahead,
                 "top1_match": patched.top1_match,
                 "margin": patched.margin,
                 "logit_gap": patched.logit_gap,
                 "kl_nats": patched.kl_nats,
                 "unpatched_logit_gap": without.logit_gap,
+                "unpatched_kl_nats": without.kl_nats,
                 "unpatched_top1_match": without.top1_match,
             }
-            for where, patched, without in zip(self.positions, self.written, self.unpatched, strict=True)
+            for where, token, wanted, ahead, patched, without in rows
         ]
 
 
@@ -208,23 +223,33 @@ def _prove(
             perturbed = run(edited, reduced, last=n)[chosen]
     with applied(bound, action) as acting:
         action_logits = run(acting, reduced, last=n)[chosen]
+    positions = tuple(reduced.positions[-n:][chosen].tolist())
     return SequenceVerdict(
         model=settings.name or bound.model_type,
         dtype=bound.dtype,
         protocol=settings.protocol,
         sites=arguments["sites"],
-        positions=tuple(reduced.positions[-n:][chosen].tolist()),
+        positions=positions,
+        tokens=tuple(query[chosen].tolist()),
+        in_context=tuple(wanted.argmax(-1).tolist()),
+        margins=tuple(map(margin, wanted)),
         written=_all(wanted, written),
         action=_all(wanted, action_logits),
         perturbed=_all(wanted, perturbed),
         unpatched=_all(wanted, run(bound.model, reduced, last=n)[chosen]),
         controls=_controls(bound, folded, context, query, other, arguments, chosen),
         elsewhere=_all(base, moved),
-        layers=folded.layers,
+        layers=tuple(_at(positions, folded.patch, layer) for layer in folded.layers),
         max_abs_dm=folded.patch.max_abs_dm,
         patch_bytes=folded.patch.nbytes,
         receipt=receipt_of(bound),
     )
+
+
+def _at(positions: Sequence[int], patch: Patch, layer: SequenceLayer) -> SequenceLayer:
+    """Without the sink, which is always solved for and rarely asked about."""
+    rows = dict(zip(patch.header.exact_at, layer.actions, strict=True))
+    return replace(layer, actions=tuple(rows[position] for position in positions))
 
 
 def _controls(
@@ -286,4 +311,5 @@ def _layer_row(layer: SequenceLayer) -> dict[str, Any]:
         "relative_error": number(layer.relative_error),
         "length_change_max": layer.length_change_max,
         "outcome": layer.outcome,
+        "actions": list(layer.actions),
     }

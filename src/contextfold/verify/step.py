@@ -44,6 +44,8 @@ class Step:
     layers: tuple[LayerReport, ...]
     top: Mapping[str, tuple[tuple[int, float], ...]]
     """Five first tokens with their probability: `in_context`, `unpatched`, `patched`."""
+    prompt: int = 0
+    """Which of the prompts it belongs to."""
 
 
 def prove_token(

@@ -78,7 +78,7 @@ def verify_prompts(
         own = settings
         if settings.other is None and len(prompts) > 1:
             own = replace(settings, other=prompts[(index + 1) % len(prompts)].context)
-        steps += _prompt_steps(bound, prompt, tokens, own, progress)
+        steps += [replace(step, prompt=index) for step in _prompt_steps(bound, prompt, tokens, own, progress)]
     return _verdict(bound, steps, settings, started)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from contextfold.magnitudes import EDGES
 from contextfold.verify.metrics import Comparison
 from contextfold.verify.step import Step
 
@@ -125,6 +126,8 @@ class Verdict:
             "controls": self.controls,
             "mismatches": self.mismatches(),
             "layers": self.layers(),
+            "u_edges": list(EDGES),
+            "steps": [_step_row(index, step) for index, step in enumerate(self.steps)],
             "patch_bytes": max(step.patch_bytes for step in self.steps),
             "receipt": dict(self.receipt),
         }
@@ -140,6 +143,24 @@ class Verdict:
     def layers(self) -> list[dict[str, Any]]:
         """A row per layer, worst over the tokens."""
         return [_layer_row(reports) for reports in zip(*(step.layers for step in self.steps), strict=True)]
+
+
+def _step_row(index: int, step: Step) -> dict[str, Any]:
+    return {
+        "index": index,
+        "prompt": step.prompt,
+        "in_context": step.in_context,
+        "unpatched": step.unpatched.top1,
+        "patched": step.written.top1,
+        "in_context_margin": step.margin,
+        "logit_gap": step.written.logit_gap,
+        "kl_nats": step.written.kl_nats,
+        "unpatched_logit_gap": step.unpatched.logit_gap,
+        "unpatched_kl_nats": step.unpatched.kl_nats,
+        "max_abs_dm": step.max_abs_dm,
+        "weight_ratio": [layer.weight_ratio for layer in step.layers],
+        "relative_error": [layer.relative_error for layer in step.layers],
+    }
 
 
 def _control(comparisons: Iterable[Comparison]) -> dict[str, float]:
@@ -172,4 +193,5 @@ def _layer_row(reports: Sequence[Any]) -> dict[str, Any]:
         "min_cos_z": worst("cos_z", min),
         "condition": worst("condition"),
         "outcomes": dict(outcomes),
+        "u_counts": [sum(column) for column in zip(*(report.u_counts for report in reports), strict=True)],
     }
