@@ -3,7 +3,7 @@
 Writes `docs/measured/support.json`, type by type, so that a run that was stopped goes on where it was. Results of
 other versions of the code or of its dependencies are measured again. `--fresh` measures everything.
 
-    python scripts/conformance.py [--out FILE] [--fresh] [TYPE ...]
+    python scripts/conformance.py [--out FILE] [--fresh] [--jobs N] [TYPE ...]
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +64,37 @@ def main() -> int:
     parser.add_argument("types", nargs="*", default=[], help="model types; all by default")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each; 2 by default")
     chosen = parser.parse_args()
-    torch.set_grad_enabled(False)
-    warnings.filterwarnings("ignore")
     rows = {} if chosen.fresh else _earlier(chosen.out)
-    for model_type in chosen.types or zoo.MODEL_TYPES:
-        if model_type not in rows or chosen.types:
-            start = time.perf_counter()
-            rows[model_type] = _row(model_type)
-            row = rows[model_type]
-            print(  # noqa: T201
-                f"{row['status']:8} {model_type:28} {time.perf_counter() - start:5.1f} s  {row['reason'][:70]}",
-                flush=True,
-            )
-            _write(chosen.out, rows)
+    wanted = chosen.types or [name for name in zoo.MODEL_TYPES if name not in rows]
+    for model_type, row, seconds in _measured(wanted, chosen.jobs):
+        rows[model_type] = row
+        print(f"{row['status']:8} {model_type:28} {seconds:5.1f} s  {row['reason'][:70]}", flush=True)  # noqa: T201
+        _write(chosen.out, rows)
     counts = _counts(rows)
     print(json.dumps(counts))  # noqa: T201
     return 1 if counts["neither"] else 0
+
+
+def _measured(wanted: Iterable[str], jobs: int) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Types with their rows and the seconds that they took, as they are done."""
+    # Spawned, not forked: a fork of a process with threads may hang.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _alone) as pool:
+        for done in as_completed([pool.submit(_timed, model_type) for model_type in wanted]):
+            yield done.result()
+
+
+def _alone() -> None:
+    """How every process of the census works: one thread, since the models are tiny, and no gradients."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    warnings.filterwarnings("ignore")
+
+
+def _timed(model_type: str) -> tuple[str, dict[str, Any], float]:
+    start = time.perf_counter()
+    return model_type, _row(model_type), time.perf_counter() - start
 
 
 @cache
