@@ -13,6 +13,7 @@ from torch import nn
 from contextfold.anatomy import Bound, Dense, Experts, Family, Mixer, Sites, Tap, Wiring
 from contextfold.anatomy.block import stored_shape
 from contextfold.anatomy.layer import holds, names_in, required
+from contextfold.anatomy.wrapped import inside
 from contextfold.calculus import (
     Affine,
     Bias,
@@ -99,7 +100,7 @@ class _Form:
         self.phi = next((str(v) for n in ACTIVATIONS if (v := getattr(config, n, None)) is not None), "phi")
 
     def linear(self, name: str) -> list[Expression]:
-        module = self.layer.get_submodule(name)
+        _, module = inside(self.layer.get_submodule(name))
         rows, columns = stored_shape(module)
         # GPT-2 and its kin store (in, out) in a class of this name.
         turned = type(module).__name__ == "Conv1D"
@@ -110,7 +111,7 @@ class _Form:
     def norm(self, name: str | None, letter: str) -> list[Expression]:
         if name is None:
             return []
-        module = self.layer.get_submodule(name)
+        _, module = inside(self.layer.get_submodule(name))
         centred = "LayerNorm" in type(module).__name__ and "RMS" not in type(module).__name__
         stages: list[Expression] = [Normalise(centred=centred), *([Mark(letter)] if letter else [])]
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from contextfold.anatomy import first_tensor
 from contextfold.anatomy.block import is_plain
+from contextfold.anatomy.wrapped import is_offloaded
 from contextfold.errors import NotControllable, UnsupportedModel
 from contextfold.lowrank import LowRank
 from contextfold.outcomes import Finding, Outcome
@@ -61,7 +62,7 @@ class Overlay(ABC):
                 owner = self._model.get_submodule(site.module)
                 stored = owner._parameters.get(site.parameter)
                 if stored is None or not is_plain(stored):
-                    self._prepare_quantised(stack, site, owner)
+                    self._prepare_beside(stack, site, owner)
                     continue
                 self._originals[site] = (stored, stored.data)
                 stack.callback(_set_data, stored, stored.data)
@@ -86,11 +87,15 @@ class Overlay(ABC):
         edit.write(part, site.matrix(original))
         _check_finite(site, part)
 
-    def _prepare_quantised(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
-        """The same where the weight is stored in another form. Raises `UnsupportedModel` unless it can stay."""
+    def _prepare_beside(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
+        """The same where the weight is stored in another form, or elsewhere.
+
+        Raises `UnsupportedModel` unless it can stay as it is.
+        """
+        met = "offloaded" if is_offloaded(owner) else "quantised or wrapped"
         raise UnsupportedModel(
-            f"{site.name} of a {type(owner).__name__} is quantised or wrapped, so no edit can be written into it; let "
-            "the patch act beside it (fold with written=False, then `applied`), or load the model plain"
+            f"{site.name} of a {type(owner).__name__} is {met}, so no edit can be written into it; let the patch act "
+            "beside it (fold with written=False, then `applied`), or load the model plain"
         )
 
     @abstractmethod
@@ -161,9 +166,14 @@ class Action(InTurn):
         if site.expert is not None or not is_plain_map(owner):
             super()._prepare(stack, site, owner)
         else:
-            self._prepare_quantised(stack, site, owner)
+            self._prepare_beside(stack, site, owner)
 
-    def _prepare_quantised(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
+    def _prepare_beside(self, stack: ExitStack, site: Site, owner: nn.Module) -> None:
+        if is_offloaded(owner) and not is_plain_map(owner):
+            raise UnsupportedModel(
+                f"{site.name} of a {type(owner).__name__} is offloaded, and an edit of it has to be written; give that "
+                "module a device in device_map, or load the model without offloading"
+            )
         stack.callback(owner.register_forward_hook(partial(self._act, site), with_kwargs=True).remove)
 
     def _act(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
 from contextfold.anatomy import rows as first_rows
 from contextfold.anatomy.block import stored_shape
+from contextfold.anatomy.wrapped import bare
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map, lending
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
@@ -57,6 +58,7 @@ def run(model: nn.Module, tokens: Run, last: int = 1) -> Tensor:
     Positions are always passed to models that take any. So is a mask of ones: without it transformers takes a gap in
     the positions for the border of a packed sequence, and tokens behind the gap would not see those before it.
     """
+    model = bare(model)
     ids = tokens.ids[None].to(_device(model))
     arguments: dict[str, Any] = {}
     if keeps_logits(model):
@@ -73,7 +75,7 @@ class Decoder:
     """The model with its own cache, token by token: the path that generation takes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = bare(model)
         self._cache: Any = None
         self._seen = 0
 
@@ -102,7 +104,9 @@ class Decoder:
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    """Where its first weight lies; offloaded ones lie nowhere, and their hooks move what they read."""
+    found = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(found, torch.device("cpu"))
 
 
 def takes_positions(model: nn.Module) -> bool:
@@ -193,11 +197,11 @@ def materialised(model: Bound | nn.Module, patch: Patch) -> Iterator[nn.Module]:
 
 @contextmanager
 def _with_patch(kind: type[Overlay], model: Bound | nn.Module, patch: Patch) -> Iterator[nn.Module]:
-    module = model.model if isinstance(model, Bound) else model
-    fingerprint = model.fingerprint if isinstance(model, Bound) else weights_digest(model)
+    module = model.model if isinstance(model, Bound) else bare(model)
+    fingerprint = model.fingerprint if isinstance(model, Bound) else weights_digest(module)
     check_match(module, fingerprint, patch)
     with lending(kind, module, patch.edits):
-        yield module
+        yield model.model if isinstance(model, Bound) else model
 
 
 def check_match(model: nn.Module, fingerprint: str, patch: Patch) -> None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from contextfold.anatomy.block import Block
 from contextfold.anatomy.families import FAMILIES
 from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
+from contextfold.anatomy.wrapped import adapter_state, bare, in_memory, is_offloaded, repacked
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Site
 
-__all__ = ["Bound", "Weights", "check_state", "family_of", "resolve", "weights_digest"]
+__all__ = ["Bound", "Weights", "check_in_memory", "check_state", "family_of", "resolve", "weights_digest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,22 +96,50 @@ SAMPLE = 16
 
 
 def _state_sample(model: nn.Module) -> str:
-    parts, values = [], []
+    parts, values = [adapter_state(model)], []
     for name, p in model.named_parameters():
-        flat = p.detach().reshape(-1)
         parts.append(f"{name}|{p.data_ptr()}|{p._version}")
-        values.append(flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32))
+        for part in _parts(p.detach()) if p.device.type != "meta" else ():
+            flat = part.reshape(-1)
+            values.append(flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32))
     return hashlib.sha256(f"{parts}{torch.cat(values).tolist()}".encode()).hexdigest()
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all parameters and stored buffers, in name order."""
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and stored buffers, in name order.
+
+    Offloaded ones are fetched one by one, so the digest is that of the same model in memory. Where PEFT has put
+    adapters into the model, which of them act and how much counts too.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-        flat = tensor.detach().contiguous().cpu().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+        if tensor.device.type == "meta":
+            owner, _, parameter = name.rpartition(".")
+            module = model.get_submodule(owner)
+            with in_memory(module):
+                digest.update(_bytes(getattr(module, parameter)))
+        else:
+            digest.update(_bytes(tensor))
+    digest.update(adapter_state(model).encode())
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return b"".join(
+        part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for part in _parts(tensor.detach())
+    )
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor itself, or what a quantised one that stands for it keeps: codes, steps, offsets."""
+    kept: Any = tensor
+    if not is_traceable_wrapper_subclass(kept):
+        yield tensor
+        return
+    names, _ = kept.__tensor_flatten__()
+    for name in names:
+        yield from _parts(getattr(kept, name))
 
 
 def family_of(model_type: str) -> Family:
@@ -133,6 +163,7 @@ def resolve(model: nn.Module, family: Family | None = None) -> Bound:
 
     Raises `UnsupportedModel` when the model's type, state or modules are not what a family describes.
     """
+    model = bare(model)
     check_state(model)
     config: Any = model.config
     chosen = family_of(config.model_type) if family is None else family
@@ -172,11 +203,34 @@ def check_state(model: nn.Module) -> None:
         raise UnsupportedModel(f"{name} is not a transformers model: it has no config with a model_type")
     if model.training:
         raise UnsupportedModel(f"{name} is in training mode, where dropout makes runs differ; call model.eval()")
-    stray = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
-    if stray is not None:
+    dropping = next((n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.training and m.p), None)
+    if dropping is not None:
+        raise UnsupportedModel(f"{dropping} is in training mode, where dropout makes runs differ; call model.eval()")
+    _refuse_absent(model, [n for n, p in model.named_parameters() if p.device.type == "meta" and not _held(model, n)])
+    packed = repacked(model)
+    if packed is not None:
         raise UnsupportedModel(
-            f"{stray} has no data in the model (meta device): it was offloaded, or never loaded; load the model with "
-            "all its weights in memory, without offloading"
+            f"{packed} is a Linear4bit of bitsandbytes on a CPU where it packs its weights anew in its first forward "
+            "and damages them when they are read; set support_avx512bf16_for_cpu = False on such modules before that, "
+            "or quantise with torchao"
+        )
+
+
+def check_in_memory(model: nn.Module) -> None:
+    """Raises `UnsupportedModel` where weights are offloaded, for those who have to write them."""
+    _refuse_absent(model, [n for n, p in model.named_parameters() if p.device.type == "meta"])
+
+
+def _held(model: nn.Module, name: str) -> bool:
+    """Whether the owner of this parameter brings it for a call."""
+    return is_offloaded(model.get_submodule(name.rpartition(".")[0]))
+
+
+def _refuse_absent(model: nn.Module, names: Sequence[str]) -> None:
+    if names:
+        raise UnsupportedModel(
+            f"{names[0]} has no data in the model (meta device): it was offloaded, or never loaded; load the model "
+            "with all its weights in memory, without offloading"
         )
 
 
@@ -195,7 +249,8 @@ def _check_unshared(model: nn.Module, blocks: Sequence[Block]) -> None:
     edited = {f"{site.module}.{site.parameter}" for block in blocks for site in block.sites}
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        pointer = parameter.data_ptr()
+        # Offloaded weights and some quantised ones have no address of their own.
+        pointer = parameter.data_ptr() or id(parameter)
         if pointer in owners and (name in edited or owners[pointer] in edited):
             raise UnsupportedModel(f"{name} shares its memory with {owners[pointer]}; editing one would edit both")
         owners.setdefault(pointer, name)

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy.proof import TOLERANCE
+from contextfold.anatomy.wrapped import in_memory, with_adapters
 from contextfold.errors import ProbeFailed
 from contextfold.lowrank import times
 from contextfold.patch import Site
 
 __all__ = [
+    "AdaptedMap",
     "Block",
     "DenseBlock",
     "ExpertBlock",
     "LinearMap",
     "Norm",
+    "OffloadedMap",
     "QuantisedMap",
     "Reading",
     "first_output",
@@ -51,8 +54,12 @@ def rows(value: Tensor) -> Tensor:
 
 
 def is_plain(stored: Tensor | None) -> bool:
-    """Whether edits can be written where these weights lie: quantised ones have another dtype, or are no tensor."""
-    return stored is not None and stored.dtype in TOLERANCE and type(stored.data) is Tensor
+    """Whether edits can be written where these weights lie.
+
+    Quantised ones have another dtype, or are no tensor; offloaded ones lie elsewhere until their module is called.
+    """
+    known = stored is not None and stored.dtype in TOLERANCE and type(stored.data) is Tensor
+    return known and stored is not None and stored.device.type != "meta"
 
 
 def stored_shape(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
@@ -60,7 +67,8 @@ def stored_shape(module: nn.Module, parameter: str = "weight") -> tuple[int, ...
 
     Raises `AttributeError` where there is none.
     """
-    if parameter == "weight" and not is_plain(module._parameters.get(parameter)):
+    stored = module._parameters.get(parameter)
+    if parameter == "weight" and (stored is None or stored.dtype not in TOLERANCE or type(stored.data) is not Tensor):
         return (int(module.out_features), int(module.in_features))  # type: ignore[arg-type]
     return tuple(module.get_parameter(parameter).shape)
 
@@ -73,9 +81,14 @@ class LinearMap:
     module: nn.Module
 
     @property
+    def stored(self) -> nn.Parameter:
+        """The parameter that edits are written into."""
+        return self.module.get_parameter(self.site.parameter)
+
+    @property
     def weight(self) -> Tensor:
         """`W (out, in)`, a view of the stored parameter."""
-        return self.site.matrix(self.module.get_parameter(self.site.parameter).data)
+        return self.site.matrix(self.stored.data)
 
     @property
     def like(self) -> Tensor:
@@ -92,6 +105,60 @@ class LinearMap:
         """`W x + b` for rows `(n, in) -> (n, out)`, in float64 from the stored weights."""
         out = times(self.weight, inputs)
         return out if self.bias is None else out + self.bias.double()
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedMap(LinearMap):
+    """A map with a LoRA adapter beside its weight: it gives `(W + s B A) x + b`, and edits are written into W.
+
+    `module` is the whole, `site` the parameter of the layer inside.
+    """
+
+    base: nn.Module
+    """The layer inside, which owns the parameter."""
+
+    @property
+    def stored(self) -> nn.Parameter:
+        return self.base.get_parameter(self.site.parameter)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.site.matrix(with_adapters(self.module, self.stored.data))
+
+    @property
+    def like(self) -> Tensor:
+        return self.stored.data
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What the whole gives for zeros, since an adapter may bring a bias too."""
+        zeros = self.like.new_zeros(1, self.weight.shape[1])
+        with torch.no_grad():
+            given: Tensor = self.module.forward(zeros)[0]
+        return given
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadedMap(LinearMap):
+    """A map whose weights lie elsewhere until it is called: they are fetched to be read, and cannot be written."""
+
+    beside: Tensor
+    """Tells the device and dtype that the map computes in."""
+
+    @property
+    def weight(self) -> Tensor:
+        with in_memory(self.module):
+            return super().weight.clone()
+
+    @property
+    def bias(self) -> Tensor | None:
+        with in_memory(self.module):
+            found = super().bias
+            return None if found is None else found.clone()
+
+    @property
+    def like(self) -> Tensor:
+        return self.beside
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,7 @@ def lent(edits: Sequence[tuple[LinearMap, LowRank]]) -> Iterator[None]:
     """Edit maps for the duration of a `with`; the stored tensors come back as they were."""
     with ExitStack() as stack:
         for linear, delta in edits:
-            parameter = linear.module.get_parameter(linear.site.parameter)
+            parameter = linear.stored
             stack.callback(setattr, parameter, "data", parameter.data)
             edited = parameter.data.clone()
             MatrixEdit(delta).write(linear.site.matrix(edited), linear.site.matrix(parameter.data))
@@ -209,8 +209,7 @@ def _by_storage(maps: Sequence[LinearMap]) -> dict[int, dict[int, int]]:
     """Storage of the parameter -> (slice of it -> index of the map)."""
     found: dict[int, dict[int, int]] = {}
     for k, linear in enumerate(maps):
-        stored = linear.module.get_parameter(linear.site.parameter)
-        found.setdefault(stored.untyped_storage().data_ptr(), {})[linear.site.expert or 0] = k
+        found.setdefault(linear.stored.untyped_storage().data_ptr(), {})[linear.site.expert or 0] = k
     return found
 
 

@@ -11,9 +11,21 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from contextfold.anatomy.block import Block, DenseBlock, ExpertBlock, LinearMap, Norm, QuantisedMap, Reading, is_plain
+from contextfold.anatomy.block import (
+    AdaptedMap,
+    Block,
+    DenseBlock,
+    ExpertBlock,
+    LinearMap,
+    Norm,
+    OffloadedMap,
+    QuantisedMap,
+    Reading,
+    is_plain,
+)
 from contextfold.anatomy.proof import TOLERANCE
 from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Sites, Tap, Wiring, given_by, read_by
+from contextfold.anatomy.wrapped import adapters, execution_device, inside, is_offloaded
 from contextfold.errors import UnsupportedModel
 from contextfold.patch import Site
 
@@ -32,7 +44,7 @@ def bind_layer(family: Family, index: int, layer: nn.Module, path: str, config: 
         )
     present = [sites for sites in fitting if required(sites) <= names]
     if not present:
-        _lacking(family, path, fitting, names)
+        _lacking(family, path, fitting, names, any(adapters(layer)))
     return _Binder(layer, index, path).block(present[0])
 
 
@@ -61,10 +73,13 @@ def required(sites: Sites) -> set[str]:
             return {*names, output_map}
 
 
-def _lacking(family: Family, path: str, fitting: Sequence[Sites], names: set[str]) -> NoReturn:
+def _lacking(family: Family, path: str, fitting: Sequence[Sites], names: set[str], wrapped: bool) -> NoReturn:
     """Name what is missing for the kind that comes nearest."""
     missing = min((required(sites) - names for sites in fitting), key=len)
-    raise UnsupportedModel(f"{path} has no {', '.join(sorted(missing))}, which family {family.name!r} describes")
+    hint = (
+        "; PEFT has wrapped modules of it: merge the adapter (merge_and_unload) and take that model" if wrapped else ""
+    )
+    raise UnsupportedModel(f"{path} has no {', '.join(sorted(missing))}, which family {family.name!r} describes{hint}")
 
 
 class _Binder:
@@ -139,6 +154,10 @@ class _Binder:
                     f"{', '.join(str(index) for index in sorted(factor))} only; discover this model anew"
                 )
         if isinstance(value, Tensor):
+            if value.device.type == "meta":
+                raise UnsupportedModel(
+                    f"{self.path}: a multiplier is offloaded, and a fold has to read it; load this layer into memory"
+                )
             return value.detach().double().reshape(-1).squeeze()
         return torch.tensor(float(value), dtype=torch.float64)
 
@@ -149,10 +168,20 @@ class _Binder:
     def linear(self, name: str) -> LinearMap:
         """A map with its own module: `weight (out, in)`, or (in, out) in a `Conv1D`; or one that tells its sizes."""
         module = self.layer.get_submodule(name)
-        weight = module._parameters.get("weight")
+        within, owner = inside(module)
+        weight = owner._parameters.get("weight")
+        if within and is_plain(weight):
+            site = Site(self.index, f"{self.path}.{name}.{within}", transposed=isinstance(owner, Conv1D))
+            return AdaptedMap(site, module, owner) if within == "base_layer" else LinearMap(site, owner)
         site = Site(self.index, f"{self.path}.{name}", transposed=isinstance(module, Conv1D))
         if weight is not None and is_plain(weight) and weight.dim() == 2:
             return LinearMap(site, module)
+        if is_offloaded(module) and isinstance(module, nn.Linear | Conv1D) and module.weight.dtype in TOLERANCE:
+            return OffloadedMap(
+                site, module, torch.empty(0, dtype=module.weight.dtype, device=execution_device(module))
+            )
+        if is_offloaded(module):
+            _check_plain(site.module, module, weight)
         if not is_plain(weight) and {"in_features", "out_features"} <= vars(module).keys():
             return QuantisedMap(site, module, self.beside)
         raise UnsupportedModel(
@@ -186,7 +215,8 @@ class _Binder:
         return tuple(LinearMap(site, module) for site in sites)
 
     def norm(self, name: str) -> Norm:
-        return norm_at(Site(self.index, f"{self.path}.{name}"), self.layer.get_submodule(name))
+        within, owner = inside(self.layer.get_submodule(name))
+        return norm_at(Site(self.index, ".".join(filter(None, (self.path, name, within)))), owner)
 
 
 def norm_at(site: Site, module: nn.Module) -> Norm:
@@ -197,16 +227,22 @@ def norm_at(site: Site, module: nn.Module) -> Norm:
             f"{site.module} is a {type(module).__name__} without a weight or an eps ({', '.join(EPS_NAMES)}); a norm "
             "of unknown convention cannot be edited"
         )
+    if is_offloaded(module):
+        raise UnsupportedModel(
+            f"{site.module} is offloaded, and its scale has to be edited, which only weights in memory can be; give it "
+            "a device in device_map, or load the model without offloading"
+        )
     eps = float(known[0])
     return Norm(site, module, eps, _offset(site.module, module, eps))
 
 
 def _check_plain(where: str, module: nn.Module, stored: Tensor | None) -> None:
-    """Inside a mixture edits are lent by writing them, since what an expert reads passes no module of its own."""
+    """Edits of experts and routers are lent by writing them: no module gives what their parameter alone computes."""
     if not is_plain(stored):
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)
         raise UnsupportedModel(
-            f"{where} of a {type(module).__name__} is quantised, and edits of experts have to be written; load the "
-            f"model unquantised, in one of {', '.join(str(dtype).removeprefix('torch.') for dtype in TOLERANCE)}"
+            f"{where} of a {type(module).__name__} is quantised, wrapped or offloaded, and its edits have to be "
+            f"written; load the model plain, in memory, in one of {known}"
         )
 
 

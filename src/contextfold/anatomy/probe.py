@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from contextfold.anatomy.bind import Bound, resolve
 from contextfold.anatomy.block import (
+    AdaptedMap,
     Block,
     DenseBlock,
     ExpertBlock,
@@ -22,11 +23,12 @@ from contextfold.anatomy.block import (
     first_tensor,
 )
 from contextfold.anatomy.closure import prove_closed
-from contextfold.anatomy.experts import Call
+from contextfold.anatomy.experts import Call, lent
 from contextfold.anatomy.proof import Limits, seen_once
 from contextfold.anatomy.proof_experts import prove_experts
 from contextfold.anatomy.record import Family
 from contextfold.errors import ProbeFailed
+from contextfold.lowrank import LowRank
 
 __all__ = ["bind", "plain_arguments"]
 
@@ -48,6 +50,7 @@ def bind(model: nn.Module, family: Family | None = None) -> Bound:
     Raises `UnsupportedModel` when no family fits, `ProbeFailed` when one does not hold. The model is unchanged.
     """
     bound = resolve(model, family)
+    model = bound.model  # the one inside, where PEFT has wrapped it
     probes = [_Probe(block, bound.dtype) for block in bound.blocks]
     handles = [handle for probe in probes for handle in probe.hooks()]
     handles += [layer.register_forward_pre_hook(_refuse_idle) for layer in bound.idle]
@@ -198,8 +201,22 @@ class _Probe:
 
     def _check_map(self, linear: LinearMap, form: str, met: Tensor, inputs: Tensor) -> None:
         """A quantised map is linear if it rounds its weights, but not if it rounds what it reads to a few bits too."""
-        limits = self.limits.rounded_once() if isinstance(linear, QuantisedMap) else self.limits
+        limits = self.limits
+        if isinstance(linear, QuantisedMap):
+            limits, form = limits.rounded_once(), f"{form}, as where weights alone are quantised"
         limits.same(_output_of(linear), form, met, linear.exact(inputs))
+        if isinstance(linear, AdaptedMap):
+            self._check_added(linear, inputs)
+
+    def _check_added(self, linear: AdaptedMap, inputs: Tensor) -> None:
+        """What is written into the weight inside adds up with the adapter: the proof is an edit."""
+        x = inputs.reshape(-1, inputs.shape[-1])
+        W, first = linear.weight.double(), x[:1].double()
+        delta = LowRank((W @ first.T).flip(0), first / first.square().sum())
+        with lent([(linear, delta)]), torch.no_grad():
+            moved = linear.module.forward(x)
+        self.limits.same(f"output of {linear.site.module} after an edit", "W x + b and the edit", moved,
+                         linear.exact(x) + delta(x.double()))  # fmt: skip
 
     def _check_sum(self, branch: Tensor, t: dict[str, Tensor]) -> None:
         block = self.block

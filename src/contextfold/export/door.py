@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from contextfold.errors import InputError
+from contextfold.anatomy import Bound
+from contextfold.anatomy.block import is_plain
+from contextfold.anatomy.wrapped import adapters, is_offloaded
+from contextfold.errors import InputError, NotExportable
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.card import write_card
 from contextfold.export.checkpoint import Checkpoint
@@ -13,6 +16,7 @@ from contextfold.export.folder import receipt_of, staged
 from contextfold.export.gguf import GgufAdapter
 from contextfold.export.peft import PeftFolder
 from contextfold.export.proof import probe_of
+from contextfold.patch import Patch
 from contextfold.runtime import Run, check_match
 
 __all__ = ["EXPORTERS", "check", "export"]
@@ -31,6 +35,7 @@ def export(source: Source, exporter: Exporter, out: Path, probe: Run | None = No
     the patch, and `InputError` for a place that cannot be written or a program that is not installed.
     """
     check_match(source.bound.model, source.bound.fingerprint, source.patch)
+    _check_plain(source.bound, source.patch)
     with staged(out) as stage:
         facts = exporter.write(source, stage.path)
         proof = exporter.check(source, stage.path, probe_of(source.bound) if probe is None else probe)
@@ -46,6 +51,7 @@ def check(source: Source, exporter: Exporter, folder: Path, probe: Run | None = 
     Raises `InputError` for a folder of something else, or one whose files changed; otherwise as `export`.
     """
     check_match(source.bound.model, source.bound.fingerprint, source.patch)
+    _check_plain(source.bound, source.patch)
     receipt = receipt_of(folder)
     if receipt.get("target") != exporter.name:
         raise InputError(f"{folder} is an export to {receipt.get('target')!r}, not to {exporter.name!r}")
@@ -54,3 +60,27 @@ def check(source: Source, exporter: Exporter, folder: Path, probe: Run | None = 
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
             raise InputError(f"{path} is not the file that was written: export the patch again")
     return exporter.check(source, folder, probe_of(source.bound) if probe is None else probe)
+
+
+def _check_plain(bound: Bound, patch: Patch) -> None:
+    """Folders are for plain models, and proven on a second one in memory. Raises `NotExportable`."""
+    wrapped = next((name for name, _ in adapters(bound.model)), None)
+    if wrapped is not None:
+        raise NotExportable(
+            f"{wrapped} is wrapped by PEFT, and the patch holds for model and adapter together, which no folder keeps; "
+            "merge the adapter into the model (merge_and_unload), fold on that, and export the new patch"
+        )
+    away = next((name for name, module in bound.model.named_modules() if is_offloaded(module)), None)
+    if away is not None:
+        raise NotExportable(
+            f"{away} is offloaded, and an export is proven on a second model in memory; load the model without "
+            "offloading and export the same patch"
+        )
+    for site in patch.edits:
+        owner = bound.model.get_submodule(site.module)
+        if not is_plain(owner._parameters.get(site.parameter)):
+            raise NotExportable(
+                f"{site.name} of a {type(owner).__name__} is quantised, and an export is compared with weights that "
+                "are written; let the patch act beside the quantised model (`applied`), or fold on the plain one and "
+                "export that patch"
+            )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy.bind import check_state
+from contextfold.anatomy.bind import check_in_memory, check_state
 from contextfold.anatomy.discover.depth import has_numbers, joined
 from contextfold.anatomy.discover.propose import propose
 from contextfold.anatomy.discover.tape import LayerCall
@@ -17,6 +17,7 @@ from contextfold.anatomy.discover.wiring import wired
 from contextfold.anatomy.layer import names_in, required
 from contextfold.anatomy.probe import bind, plain_arguments
 from contextfold.anatomy.record import Family, Sites
+from contextfold.anatomy.wrapped import bare
 from contextfold.errors import UnsupportedModel
 
 __all__ = ["discover"]
@@ -33,7 +34,9 @@ def discover(model: nn.Module) -> Family:
     Raises `InputError` when `model` is no module, `UnsupportedModel` when it cannot be listened to or no record fits,
     `ProbeFailed` when one was proposed and does not hold.
     """
+    model = bare(model)
     check_state(model)
+    check_in_memory(model)
     config: Any = model.config
     listened = _listen(model)
     path, layers = _stack(model, listened)
