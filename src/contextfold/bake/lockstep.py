@@ -2,7 +2,7 @@
 
 A bake solves one map after the other, each from what all examples put into it under the edits solved before. So
 every forward stops inside a hook of the map, the map is solved, and all go on: one ordinary forward per batch, and
-nothing stored from layer to layer. Greenlets make a stop out of a function call; only one of them ever runs.
+nothing stored from layer to layer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import greenlet
 from torch import Tensor
+
+from contextfold.pausing import Pausable
 
 __all__ = ["Lane", "Lockstep", "Stop"]
 
@@ -44,7 +45,7 @@ class Lane:
     """`(n,)`: to which example each counting row belongs."""
     parts: dict[int, Tensor] = field(default_factory=dict)
     stop: Stop | None = None
-    thread: greenlet.greenlet | None = None
+    under_way: Pausable[object] | None = None
 
     def pick(self, value: Tensor) -> Tensor:
         """The counting rows of `(B, T, ·)` or `(B T, ·)`."""
@@ -61,17 +62,16 @@ class Lockstep:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = tuple(lanes)
         self.current: Lane | None = None
-        self._main = greenlet.getcurrent()
 
     def advance(self) -> object | None:
         """Run every lane to its next stop; the place that they stopped at, or None when all are through."""
         for lane in self.lanes:
             lane.stop = None
-            if lane.thread is None:
-                lane.thread = greenlet.greenlet(lane.forward, self._main)
+            if lane.under_way is None:
+                lane.under_way = Pausable(lane.forward)
             self.current = lane
             try:
-                lane.thread.switch()
+                lane.under_way.go_on()
             finally:
                 self.current = None
         places = {None if lane.stop is None else lane.stop.place for lane in self.lanes}
@@ -81,12 +81,13 @@ class Lockstep:
     def arrive(self, stop: Stop) -> None:
         """Called by a hook inside a lane: wait here until the others have arrived and the map is solved."""
         assert self.current is not None
+        assert self.current.under_way is not None
         self.current.stop = stop
-        self._main.switch()
+        self.current.under_way.pause()
 
     def close(self) -> None:
         """End forwards that are under way, wherever they are."""
         for lane in self.lanes:
-            thread, lane.thread, lane.stop = lane.thread, None, None
-            if thread is not None and not thread.dead:
-                thread.throw(greenlet.GreenletExit)
+            under_way, lane.under_way, lane.stop = lane.under_way, None, None
+            if under_way is not None:
+                under_way.close()

@@ -24,6 +24,7 @@ from contextfold.cli.common import (
     show_or_json,
     spelled,
     steps,
+    working,
 )
 from contextfold.errors import InputError
 
@@ -43,7 +44,9 @@ def bake(
     held_out: Annotated[
         str | None, typer.Option(help="Questions to be judged by, or @file. Without: every fourth of --queries.")
     ] = None,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Where to write the patch.")] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Where to write the patch; a command that was stopped goes on there.")
+    ] = None,
     estimator: Annotated[
         str, typer.Option(help="Where to edit: two-sites, output, attention, matrix, all.")
     ] = "two-sites",
@@ -71,9 +74,9 @@ def bake(
     learn, judge = job.split(queries, held_out)
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
-    store = None if out_file is None else out_file.with_name(f".{out_file.name}.work")
-    baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
-    written = patchfile.save(baked.patch, out_file) if out_file is not None and verdict.holds else None
+    with working(out_file) as store:
+        baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
+        written = patchfile.save(baked.patch, out_file) if out_file is not None and verdict.holds else None
     payload = {"context": prompts.read_argument(context), **verdict.to_json(), "spectra": spectra(baked.patch)}
     payload |= {"held_out": spelled(payload["held_out"], decode), "patch": None if written is None else str(written)}
     show_or_json(as_json, payload, lambda: bakeview.verdict_view(verdict))

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from contextfold.errors import InputError
+from contextfold.errors import ContextfoldError, InputError
 
 out = Console()
 err = Console(stderr=True)
@@ -109,6 +109,25 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: its folder does not exist, or it is a folder; choose another --out")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"cannot write to {path.parent}: permission denied; choose another --out")
+
+
+@contextmanager
+def working(path: Path | None) -> Iterator[Path | None]:
+    """A folder beside the patch that is to be written at `path`, for what is solved until it stands.
+
+    It is gone when the work is done or refused, and stays when it was stopped: the same command then goes on.
+    """
+    from contextfold.store import clear
+
+    folder = None if path is None else path.with_name(f".{path.name}.work")
+    try:
+        yield folder
+    except ContextfoldError:
+        if folder is not None:
+            clear(folder)
+        raise
+    if folder is not None:
+        clear(folder)
 
 
 SPELLED = ("token", "in_context", "unpatched", "patched", "answer", "without", "chosen", "question")
