@@ -19,7 +19,7 @@ from contextfold.errors import InputError, PatchFileDamaged, PatchFileForeign, P
 from contextfold.lowrank import LowRank
 from contextfold.patch import BiasEdit, Edit, Header, MatrixEdit, Patch, ScaleEdit, Site
 
-__all__ = ["FORMAT", "VERSION", "load", "save"]
+__all__ = ["FORMAT", "VERSION", "load", "packed", "save", "unpacked"]
 
 FORMAT = "contextfold-patch"
 VERSION = 1
@@ -35,12 +35,7 @@ def save(patch: Patch, path: str | os.PathLike[str]) -> Path:
     Raises `InputError` when the folder does not exist or cannot be written.
     """
     target = Path(path)
-    tensors: dict[str, Tensor] = {}
-    sites = []
-    for index, (site, edit) in enumerate(sorted(patch.edits.items(), key=lambda item: item[0])):
-        kind, parts, extra = _pack(edit)
-        sites.append({**asdict(site), "edit": kind, **extra})
-        tensors |= {f"{index}.{name}": part.detach().cpu().contiguous().clone() for name, part in parts.items()}
+    tensors, sites = packed(patch.edits)
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -83,10 +78,21 @@ def load(path: str | os.PathLike[str]) -> Patch:
         raise PatchFileDamaged(f"{source} is truncated or not a safetensors file: {error}") from error
     try:
         header = _header(json.loads(metadata["header"]))
-        edits = _edits(json.loads(metadata["sites"]), tensors)
+        edits = unpacked(json.loads(metadata["sites"]), tensors)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PatchFileDamaged(f"{source} does not agree with its own header: {error!r}; make it again") from error
     return Patch(header, edits)
+
+
+def packed(edits: Mapping[Site, Edit]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Copies of all tensors by a name of their own, contiguous, and per site a row of plain data."""
+    tensors: dict[str, Tensor] = {}
+    rows = []
+    for index, (site, edit) in enumerate(sorted(edits.items(), key=lambda item: item[0])):
+        kind, parts, extra = _pack(edit)
+        rows.append({**asdict(site), "edit": kind, **extra})
+        tensors |= {f"{index}.{name}": part.detach().cpu().contiguous().clone() for name, part in parts.items()}
+    return tensors, rows
 
 
 def _umask() -> int:
@@ -133,7 +139,8 @@ def _offset(value: object) -> int:
     return int(value == 1)
 
 
-def _edits(rows: object, tensors: Mapping[str, Tensor]) -> dict[Site, Edit]:
+def unpacked(rows: object, tensors: Mapping[str, Tensor]) -> dict[Site, Edit]:
+    """The edits of `packed`. Raises `KeyError`, `TypeError` or `ValueError` where rows and tensors do not agree."""
     if not isinstance(rows, list):
         raise TypeError("sites are not a list")
     edits: dict[Site, Edit] = {}

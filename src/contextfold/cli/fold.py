@@ -30,6 +30,7 @@ from contextfold.cli.common import (
     spelled,
     steps,
     waiting,
+    working,
 )
 from contextfold.errors import InputError
 
@@ -46,7 +47,9 @@ def fold(
     model: Model,
     context: ContextOption,
     query: QueryOption,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Where to write the patch.")] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Where to write the patch; a command that was stopped goes on there.")
+    ] = None,
     positions: Annotated[
         str, typer.Option(help="Query tokens that must be exact: last (one token), all, or indices like 0,4,7.")
     ] = "last",
@@ -75,16 +78,18 @@ def fold(
     loaded = load_model(model, dtype)
     prompt = read_prompt(loaded.tokenizer, context, query, keep)
     verdict: Verdict | SequenceVerdict
-    if positions == "last":
-        settings = Settings(rule, fallback, other_context(loaded), model, protocol(prompt))
-        with waiting("folding and proving"):
-            patch, verdict = fold_and_prove(bind_model(loaded), prompt, settings)
-    else:
-        n = prompt.query.numel() if at is None else len(set(at))
-        settings = Settings(other=other_context(loaded), name=model, protocol=protocol(prompt, f"{n} tokens folded"))
-        options = {"at": at, "sites": sites.value, "typical": _tokens(loaded, typical), "strict": strict}
-        patch, verdict = _sequence(bind_model(loaded), prompt, settings, options)
-    written = patchfile.save(patch, out_file) if out_file is not None and verdict.proven else None
+    with working(out_file) as store:
+        if positions == "last":
+            settings = Settings(rule, fallback, other_context(loaded), model, protocol(prompt))
+            with waiting("folding and proving"):
+                patch, verdict = fold_and_prove(bind_model(loaded), prompt, settings)
+        else:
+            n = prompt.query.numel() if at is None else len(set(at))
+            text = protocol(prompt, f"{n} tokens folded")
+            settings = Settings(other=other_context(loaded), name=model, protocol=text)
+            options = {"at": at, "sites": sites.value, "typical": _tokens(loaded, typical), "strict": strict}
+            patch, verdict = _sequence(bind_model(loaded), prompt, settings, {**options, "store": store})
+        written = patchfile.save(patch, out_file) if out_file is not None and verdict.proven else None
     payload = {**as_read(context, query), **verdict.to_json(), "spectra": spectra(patch)}
     payload["patch"] = None if written is None else str(written)
     rows = "steps" if positions == "last" else "positions"

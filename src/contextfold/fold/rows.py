@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -63,7 +63,6 @@ class Targets:
     strict: bool = False
     free: bool = False
     """Whether only the directions of the finished sums are read, so that their lengths may be used."""
-    done: Callable[[SequenceLayer], None] = lambda layer: None
 
 
 @dataclass(eq=False)
@@ -122,7 +121,6 @@ class RowsFold(ABC):
         target = self._aim()
         error = (self._pick(value) - target).norm(dim=1) / target.norm(dim=1)
         self.numbers["relative_error"] = float(error.max())
-        self.targets.done(self.report())
 
     def _judge(self, solution: Solution) -> None:
         known = self.numbers
@@ -157,7 +155,8 @@ class RowsFold(ABC):
         self.numbers["weight_ratio"] = max(self.numbers.get("weight_ratio", 0.0), ratio)
         if delta.rank > min(delta.shape):
             delta = _square(delta)
-        overlay.put(linear.site, MatrixEdit(delta.to(dtype)))
+        # In one piece, as it comes from a file: products with a transposed view may round otherwise.
+        overlay.put(linear.site, MatrixEdit(LowRank(*(part.to(dtype).contiguous() for part in (delta.B, delta.A)))))
 
     def _factor_dtype(self) -> torch.dtype:
         return factor_dtype(self.block.anchor.dtype)

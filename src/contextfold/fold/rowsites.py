@@ -190,10 +190,7 @@ class ExpertRows(_BranchRows):
 
     @property
     def readers(self) -> Mapping[str, nn.Module]:
-        raise InputError(
-            f"{self.block.name} is a mixture of experts, whose positions read through different maps; the whitened "
-            "form is for dense blocks: leave out the typical text"
-        )
+        return {}
 
     def _solving(self, stack: ExitStack, overlay: Overlay) -> None:
         super()._solving(stack, overlay)
@@ -259,13 +256,19 @@ class AttentionRows(RowsFold):
         self._put(overlay, self._map, self._acting(solution.delta, a, branch))
 
 
-def rows_kind(block: Block, sites: PatchSites) -> type[RowsFold]:
-    """The class that edits `sites` of `block`. Raises `InputError` for an unknown word, `UnsupportedModel`."""
+def rows_kind(block: Block, sites: PatchSites, whitened: bool = False) -> type[RowsFold]:
+    """The class that edits `sites` of `block`. Raises `InputError` for an unknown word, and for the whitened form of
+    what has none; `UnsupportedModel`."""
     match sites, block:
         case "attention", Block(attention_output=LinearMap(), norm_attention=None) if len(block.residual) == 1:
             return AttentionRows
         case "output", DenseBlock():
             return DenseRows
+        case "output", ExpertBlock() if whitened:
+            raise InputError(
+                f"{block.name} is a mixture of experts, whose positions read through different maps; the whitened "
+                "form is for dense blocks: leave out the typical text"
+            )
         case "output", ExpertBlock():
             return ExpertRows
         case "all", DenseBlock() if block.input_maps:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,15 @@ from torch import Tensor, nn
 from contextfold.anatomy import Bound, bind
 from contextfold.errors import InputError
 from contextfold.fold.header import header_of
+from contextfold.fold.instep import Job, solve_in_step
+from contextfold.fold.kept import SolvedLayer
 from contextfold.fold.lengths import FREE, halving_loss
-from contextfold.fold.rows import RowsFold, SequenceLayer, Targets
-from contextfold.fold.rowsites import PatchSites, rows_fold, rows_kind
-from contextfold.fold.split import SINK, Positions, Spans, Split, split
-from contextfold.patch import Edit, Patch, Site
-from contextfold.runtime import Action, BlockState, Written, before, recording, run
+from contextfold.fold.rows import SequenceLayer
+from contextfold.fold.rowsites import PatchSites, rows_kind
+from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
+from contextfold.patch import Patch
+from contextfold.runtime import Run
+from contextfold.store import Store, key_of
 
 __all__ = ["FoldedSequence", "fold_sequence"]
 
@@ -46,14 +48,16 @@ def fold_sequence(
     strict: bool = False,
     positions: Positions = "absolute",
     written: bool = True,
+    store: Path | None = None,
     progress: Callable[[SequenceLayer], None] = lambda layer: None,
 ) -> FoldedSequence:
     """One fixed patch under which the query, without the dropped context, gives at every position what it gave with it.
 
     Each block's output map (and, through a norm after it, the scale) is edited once, for all positions together, while
-    one forward of the reduced run passes through it. Exact for as many positions as what the maps read is independent;
-    what remains is measured and reported per layer, and taken up by the layers above. Of a mixture of experts, the
-    experts that the reduced run selects are edited, and the router is not.
+    one forward of the reduced run passes through it, and the one that has the context is a block ahead. Exact for as
+    many positions as what the maps read is independent; what remains is measured and reported per layer, and taken up
+    by the layers above. Of a mixture of experts, the experts that the reduced run selects are edited, and the router is
+    not.
 
     Arguments:
         model: a bound model, or a transformers model, which is then bound and proven first.
@@ -68,61 +72,66 @@ def fold_sequence(
         strict: refuse layers that cannot be met exactly instead of reporting them.
         positions: `absolute` (kept tokens keep theirs) or `renumbered`.
         written: measure on written weights, rounded to their dtype; False measures the low-rank action.
-        progress: called with each layer when it is done.
+        store: a folder in which solved layers are kept, so that a fold that was stopped goes on where it was, with the
+            same bits. They stay there until `contextfold.store.clear(folder)`, for when the patch is safe; those of
+            another fold are not used.
+        progress: called with each layer when it is done, and with those that were kept before anything runs.
+
+    The memory that it takes besides its result is that of one block, and of the forwards (`docs/numerics.md`).
 
     Raises `InputError`, `UnsupportedModel` (also for sites that a block lacks), and `NotControllable` (under `strict`
     also for inexact layers).
     """
     bound = model if isinstance(model, Bound) else bind(model)
-    letters = "".join(sorted({letter for block in bound.blocks for letter in rows_kind(block, sites).letters}))
+    kinds = [rows_kind(block, sites, typical is not None) for block in bound.blocks]
     parts = split(bound, context, query, keep, positions)
     rows = _rows(parts, query.numel(), at)
-    full_rows = _in_full(parts, context.numel(), query.numel(), keep)[rows].tolist()
-    with recording(bound.blocks, full_rows, letters) as wanted:
-        in_context = run(bound.model, parts.full, last=query.numel())
-    run_of = _Solving(bound, parts, wanted, rows, sites, typical, strict, written, progress)
-    folds, edits = run_of(free=True)
-    if folds[-1].report().length_change_max > 0 and halving_loss(bound, parts.full) > FREE:
-        folds, edits = run_of(free=False)
-    plan = tuple(dict.fromkeys(name for fold in folds for name in fold.plan))
+    job = Job(
+        bound, parts.full, parts.reduced, None if typical is None else _alone(bound, typical), rows,
+        _in_full(parts, context.numel(), query.numel(), keep)[rows].tolist(), query.numel(),
+        "".join(sorted({letter for kind in kinds for letter in kind.letters})), sites, strict, written,
+    )  # fmt: skip
+    kept = None if store is None else Store(store, _key(job))
+    known = _known(bound, kept)
+    for layer in known.values():
+        progress(layer.layer)
+
+    def solved(layer: SolvedLayer) -> None:
+        if kept is not None:
+            layer.keep(kept)
+        progress(layer.layer)
+
+    layers, in_context = solve_in_step(job, known, True, solved)
+    if layers[-1].layer.length_change_max > 0 and halving_loss(bound, parts.full) > FREE:
+        below = {layer.layer.layer: layer for layer in layers[:-1]}
+        layers, in_context = solve_in_step(job, below, False, lambda layer: None)
+    plan = tuple(dict.fromkeys(name for layer in layers for name in layer.plan))
     exact = tuple(parts.reduced.positions[rows].tolist())
+    edits = {site: edit for layer in layers for site, edit in layer.edits.items()}
     patch = Patch(header_of(bound, parts, "sequence", exact, plan, written), edits)
-    return FoldedSequence(patch, parts, in_context, tuple(fold.report() for fold in folds))
+    return FoldedSequence(patch, parts, in_context, tuple(layer.layer for layer in layers))
 
 
-@dataclass(frozen=True, eq=False)
-class _Solving:
-    """The reduced run, in which every block is solved while the forward passes through it."""
+def _known(bound: Bound, kept: Store | None) -> dict[int, SolvedLayer]:
+    """Blocks that were solved before, by their index."""
+    if kept is None:
+        return {}
+    found = ((block.index, SolvedLayer.kept(kept, block.index, block.anchor.device)) for block in bound.blocks)
+    return {index: layer for index, layer in found if layer is not None}
 
-    bound: Bound
-    parts: Split
-    wanted: Sequence[BlockState]
-    rows: Tensor
-    sites: PatchSites
-    typical: Tensor | None
-    strict: bool
-    written: bool
-    progress: Callable[[SequenceLayer], None]
 
-    def __call__(self, free: bool) -> tuple[list[RowsFold], Mapping[Site, Edit]]:
-        """Solvers and edits; `free`: that the lengths of the last block's finished sums may be used."""
-        blocks, model = self.bound.blocks, self.bound.model
-        folds = [
-            rows_fold(
-                self.bound, block, self.sites,
-                Targets(state, self.rows, self.strict, free and block is blocks[-1], self.progress),
-            )
-            for block, state in zip(blocks, self.wanted, strict=True)
-        ]  # fmt: skip
-        if self.typical is not None:
-            _look_at_typical(self.bound, folds, self.typical)
-        overlay = (Written if self.written else Action)(model, [site for fold in folds for site in fold.sites])
-        with ExitStack() as stack:
-            for fold in folds:
-                fold.listen(stack, overlay)
-            with overlay:
-                run(model, self.parts.reduced)
-        return folds, overlay.edits
+def _key(job: Job) -> str:
+    """Of everything that the edits depend on."""
+    typical = None if job.typical is None else digest(job.typical)
+    return key_of(
+        job.bound, "sequence", digest(job.full), digest(job.reduced), job.rows.tolist(), job.sites, typical,
+        job.strict, job.written,
+    )  # fmt: skip
+
+
+def _alone(bound: Bound, text: Tensor) -> Run:
+    """A text on its own, checked as contexts are."""
+    return split(bound, text[:1], text[1:], keep=()).full
 
 
 def _rows(parts: Split, n: int, at: Sequence[int] | None) -> Tensor:
@@ -144,13 +153,3 @@ def _in_full(parts: Split, c: int, n: int, keep: Spans) -> Tensor:
     for start, stop in keep:
         kept[start:stop] = True
     return torch.arange(c + n)[kept] - (c + n)
-
-
-def _look_at_typical(bound: Bound, folds: Sequence[RowsFold], typical: Tensor) -> None:
-    """Let every solver see what its maps read on typical text, in one forward."""
-    tokens = split(bound, typical[:1], typical[1:], keep=()).full
-    with ExitStack() as stack:
-        for fold in folds:
-            for letter, module in fold.readers.items():
-                stack.callback(before(module, partial(fold.see_usual, letter)).remove)
-        run(bound.model, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,21 +166,28 @@ def fold_and_prove_sequence(
     sites: PatchSites = "output",
     typical: Tensor | None = None,
     strict: bool = False,
+    store: Path | None = None,
     progress: Callable[[SequenceLayer], None] = lambda layer: None,
 ) -> tuple[Patch, SequenceVerdict]:
     """One static patch for the query of `prompt`, all positions or those `at`, and its verdict with controls.
 
     `settings.other` serves as the other context, and as the text on which the cost elsewhere is measured. `progress` is
-    called with every layer of the `FOLDS` folds that this takes. Raises what `fold_sequence` raises.
+    called with every layer of the `FOLDS` folds that this takes. `store` is a folder in which each of them has one for
+    what it has solved. Raises what `fold_sequence` raises.
     """
     bound = model if isinstance(model, Bound) else bind(model)
     context, query = prompt.at(torch.empty(0, dtype=torch.int64))
     arguments: dict[str, Any] = {
         "keep": prompt.keep, "at": at, "sites": sites, "typical": typical, "strict": strict, "progress": progress,
     }  # fmt: skip
-    folded = fold_sequence(bound, context, query, **arguments)
-    action = fold_sequence(bound, context, query, written=False, **arguments).patch
-    return folded.patch, _prove(bound, folded, action, prompt, settings, arguments)
+    folded = fold_sequence(bound, context, query, store=_inside(store, "written"), **arguments)
+    action = fold_sequence(bound, context, query, store=_inside(store, "action"), written=False, **arguments).patch
+    return folded.patch, _prove(bound, folded, action, prompt, settings, arguments, store)
+
+
+def _inside(folder: Path | None, fold: str) -> Path | None:
+    """Where one of the folds of a proof keeps what it has solved, if anywhere."""
+    return None if folder is None else folder / fold
 
 
 def verify_sequence_patch(
@@ -207,22 +215,25 @@ def _prove(
     prompt: Prompt,
     settings: Settings,
     arguments: Mapping[str, Any],
+    store: Path | None = None,
 ) -> SequenceVerdict:
     context, query = prompt.at(torch.empty(0, dtype=torch.int64))
     n = query.numel()
     at = arguments["at"]
-    chosen = torch.arange(n) if at is None else torch.tensor(sorted(set(at)))
+    chosen = slice(None) if at is None else sorted(set(at))
     other = settings.other if settings.other is not None else other_tokens(context, prompt.keep, bound.vocabulary)
     reduced, wanted = folded.split.reduced, folded.in_context[chosen]
-    text = Run(other, torch.arange(other.numel()))
-    base = run(bound.model, text, last=other.numel())
+
+    def met(edited: nn.Module) -> Compared:
+        """Compared at once: the logits of all positions are large, and only one set besides the wanted is held."""
+        return _all(wanted, run(edited, reduced, last=n)[chosen])
+
     with materialised(bound, folded.patch) as edited:
-        written = run(edited, reduced, last=n)[chosen]
-        moved = run(edited, text, last=other.numel())
+        written = met(edited)
         with rounding_noise(edited):
-            perturbed = run(edited, reduced, last=n)[chosen]
+            perturbed = met(edited)
     with applied(bound, action) as acting:
-        action_logits = run(acting, reduced, last=n)[chosen]
+        acted = met(acting)
     positions = tuple(reduced.positions[-n:][chosen].tolist())
     return SequenceVerdict(
         model=settings.name or bound.model_type,
@@ -233,12 +244,12 @@ def _prove(
         tokens=tuple(query[chosen].tolist()),
         in_context=tuple(wanted.argmax(-1).tolist()),
         margins=tuple(map(margin, wanted)),
-        written=_all(wanted, written),
-        action=_all(wanted, action_logits),
-        perturbed=_all(wanted, perturbed),
-        unpatched=_all(wanted, run(bound.model, reduced, last=n)[chosen]),
-        controls=_controls(bound, folded, context, query, other, arguments, chosen),
-        elsewhere=_all(base, moved),
+        written=written,
+        action=acted,
+        perturbed=perturbed,
+        unpatched=met(bound.model),
+        controls=_controls(bound, folded, prompt, other, arguments, met, store),
+        elsewhere=_elsewhere(bound, folded.patch, other),
         layers=tuple(_at(positions, folded.patch, layer) for layer in folded.layers),
         max_abs_dm=folded.patch.max_abs_dm,
         patch_bytes=folded.patch.nbytes,
@@ -252,27 +263,36 @@ def _at(positions: Sequence[int], patch: Patch, layer: SequenceLayer) -> Sequenc
     return replace(layer, actions=tuple(rows[position] for position in positions))
 
 
+def _elsewhere(bound: Bound, patch: Patch, other: Tensor) -> Compared:
+    """What the patch does to text that it was not made for."""
+    text, count = Run(other, torch.arange(other.numel())), other.numel()
+    base = run(bound.model, text, last=count)
+    with materialised(bound, patch) as edited:
+        return _all(base, run(edited, text, last=count))
+
+
 def _controls(
     bound: Bound,
     folded: FoldedSequence,
-    context: Tensor,
-    query: Tensor,
+    prompt: Prompt,
     other: Tensor,
     arguments: Mapping[str, Any],
-    chosen: Tensor,
+    met: Callable[[nn.Module], Compared],
+    store: Path | None,
 ) -> dict[str, Compared]:
-    contexts = wrong_contexts(context, arguments["keep"], bound.vocabulary, other)
-    patches = {
-        name: fold_sequence(bound, tokens, query, **(dict(arguments) | {"strict": False})).patch
-        for name, tokens in contexts.items()
-    }
-    patches[RANDOM] = random_like(folded.patch)
-    found = {}
-    for name, patch in patches.items():
+    """What wrong patches do, one after the other, so that no two of them are held."""
+    context, query = prompt.at(torch.empty(0, dtype=torch.int64))
+    asked = dict(arguments) | {"strict": False}
+
+    def judged(patch: Patch) -> Compared:
         with materialised(bound, patch) as edited:
-            logits = run(edited, folded.split.reduced, last=query.numel())[chosen]
-        found[name] = _all(folded.in_context[chosen], logits)
-    return found
+            return met(edited)
+
+    found = {
+        name: judged(fold_sequence(bound, tokens, query, store=_inside(store, name), **asked).patch)
+        for name, tokens in wrong_contexts(context, prompt.keep, bound.vocabulary, other).items()
+    }
+    return {**found, RANDOM: judged(random_like(folded.patch))}
 
 
 def _all(wanted: Tensor, logits: Tensor) -> Compared:
