@@ -131,6 +131,19 @@ def test_a_patch_belongs_to_the_adapters_that_acted():
         pass
 
 
+def test_adapters_that_were_put_in_need_no_wrapper():
+    model = build("llama")
+    before = bits(model)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False), model)
+    model.eval()
+    folded = fold_token(model, tokens(model, 9, 3), tokens(model, 6, 103))
+    unpatched = gap(run(model, folded.split.reduced)[0], folded.in_context)
+    with materialised(model, folded.patch):
+        assert gap(run(model, folded.split.reduced)[0], folded.in_context) <= 1e-10 * unpatched
+    left = {name.replace(".base_layer", ""): value for name, value in bits(model).items() if "lora_" not in name}
+    assert left == before
+
+
 def test_switched_off_adapters_are_not_there():
     model, before = wrapped()
     with model.disable_adapter():
@@ -141,9 +154,21 @@ def test_switched_off_adapters_are_not_there():
     assert gap(found, wanted) <= 1e-10 * gap(run(before, folded.split.reduced)[0], wanted)
 
 
-def test_an_adapter_that_acts_on_the_weight_itself_takes_actions_only():
-    """DoRA divides by the norm of the edited weight: what is written there does not add up."""
-    model, _ = wrapped(use_dora=True)
+def dora():
+    return wrapped(use_dora=True)[0]
+
+
+def ia3():
+    settings = peft.IA3Config(target_modules=MAPS, feedforward_modules=["down_proj"], init_ia3_weights=False)
+    torch.manual_seed(7)
+    return peft.get_peft_model(build("llama"), settings).eval()
+
+
+@pytest.mark.parametrize("adapted", [dora, ia3])
+def test_an_adapter_that_acts_on_the_weight_itself_takes_actions_only(adapted):
+    """DoRA divides by the norm of the edited weight, IA3 scales what is read or given: an edit of the weight does not add
+    up."""
+    model = adapted()
     with pytest.raises(UnsupportedModel, match=r"gate_proj\.weight of a Linear is quantised or wrapped.*written=False"):
         fold_token(model, *ids(model))
     folded = fold_token(model, *ids(model), written=False)

@@ -105,6 +105,22 @@ def test_a_patch_acts_on_layers_that_lie_on_disk(model_type, dtype, tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_weights_that_come_from_memory_for_a_call():
+    """What a map of devices does to layers that do not fit on the GPU."""
+    from accelerate import cpu_offload
+
+    model = build("llama", torch.float64)
+    whole = weights_digest(model)
+    folded = fold_token(model, *ids(model))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in model.parameters())
+    assert weights_digest(model) == whole
+    assert fold_token(model, *ids(model), written=False).patch.edits.keys() == folded.patch.edits.keys()
+    with applied(model, folded.patch):
+        found = run(model, folded.split.reduced)[0]
+    assert gap(found, folded.in_context) <= 1e-10 * gap(run(model, folded.split.reduced)[0], folded.in_context)
+
+
 def test_maps_are_read_as_they_lie_on_disk(tmp_path):
     plain = saved(tmp_path, build("llama", torch.float64))
     model = placed(tmp_path, on_disk(plain, LAYER))

@@ -47,6 +47,19 @@ def test_every_family_loads_and_answers_as_with_its_context(model_type, tmp_path
     assert gap(found, wanted) < 1e-3 * unpatched
 
 
+@pytest.mark.parametrize("model_type", ["laguna", "longcat_flash"])
+def test_names_that_loaders_rename_come_back(model_type, tmp_path):
+    """One type stores its shared experts under another name; the other has dense maps named like experts of old."""
+    bound, folded = fold(model_type)
+    proof = export(Source(bound, folded.patch), PeftFolder(), tmp_path / "adapter")
+    assert proof.proven, proof.sentence()
+    reduced, wanted = folded.split.reduced, folded.in_context
+    unpatched = gap(run(bound.model, reduced)[0], wanted)
+    assert gap(run(load(bound, tmp_path / "adapter").get_base_model(), reduced)[0], wanted) < 1e-3 * unpatched
+    names = load_file(tmp_path / "adapter" / WEIGHTS)
+    assert any(".mlp.shared_expert." in name for name in names) == (model_type == "laguna")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "qwen2_moe"])
 def test_other_dtypes(model_type, dtype, tmp_path):

@@ -96,13 +96,14 @@ SAMPLE = 16
 
 
 def _state_sample(model: nn.Module) -> str:
-    parts, values = [adapter_state(model)], []
+    parts = [adapter_state(model)]
+    values: list[float] = []
     for name, p in model.named_parameters():
         parts.append(f"{name}|{p.data_ptr()}|{p._version}")
         for part in _parts(p.detach()) if p.device.type != "meta" else ():
             flat = part.reshape(-1)
-            values.append(flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32))
-    return hashlib.sha256(f"{parts}{torch.cat(values).tolist()}".encode()).hexdigest()
+            values += flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32).tolist()
+    return hashlib.sha256(f"{parts}{values}".encode()).hexdigest()
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from contextfold.anatomy import Bound, DenseBlock, ExpertBlock
+from contextfold.anatomy import Bound, DenseBlock
 from contextfold.errors import NotExportable, PatchMismatch
 from contextfold.export.ranks import padded
 from contextfold.lowrank import LowRank
@@ -67,7 +67,8 @@ def lay_out(bound: Bound, patch: Patch, rank: int | None = None) -> Layout:
     for site, edit in sorted(patch.edits.items(), key=lambda item: (item[0].layer, item[0].name)):
         by_module.setdefault(site.module, {})[site] = edit
     names = dict(bound.model.named_modules())
-    by_parameter = any(isinstance(block, ExpertBlock) for block in bound.blocks)
+    # Routed experts count even where no edit is in them: PEFT renames by the type of the model.
+    by_parameter = any(name.rpartition(".")[2] == "experts" for name in names)
     pairs: list[Pair] = []
     saved: dict[str, Mapping[str, Tensor]] = {}
     for name, edits in by_module.items():

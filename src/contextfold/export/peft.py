@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from contextfold.errors import InputError, NotExportable
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.layout import Layout, Pair, lay_out, refuse_scales
+from contextfold.export.names import stored_names
 from contextfold.export.proof import gap, logits, rounding_gap
 from contextfold.export.ranks import check_rank, cut, served_rank
 from contextfold.patch import MatrixEdit, Patch
@@ -60,7 +61,7 @@ class PeftFolder(Exporter):
             raise NotExportable("the patch edits no matrix, and a PEFT adapter needs one; export a checkpoint")
         settings = _settings(source, layout)
         (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        save_file(_tensors(layout), folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(_tensors(source.bound.model, layout), folder / WEIGHTS, metadata={"format": "pt"})
         rank = settings["r"]
         return {
             "pairs": len(layout.pairs),
@@ -170,15 +171,16 @@ def _settings(source: Source, layout: Layout) -> dict[str, Any]:
     return settings
 
 
-def _tensors(layout: Layout) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """`adapter_model.safetensors`. Of several targeted parameters of one module, the first registered is innermost."""
+    stored = stored_names(model)
     tensors: dict[str, Tensor] = {}
     for pair, path in _paths(layout):
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = pair.A
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = pair.B
+        tensors[PREFIX + stored(f"{path}.lora_A.weight")] = pair.A
+        tensors[PREFIX + stored(f"{path}.lora_B.weight")] = pair.B
         if layout.biased:
             bias = pair.B.new_zeros(pair.B.shape[0]) if pair.bias is None else pair.bias
-            tensors[f"{PREFIX}{path}.lora_B.bias"] = bias
+            tensors[PREFIX + stored(f"{path}.lora_B.bias")] = bias
     for name, state in layout.saved.items():
         tensors |= {f"{PREFIX}{name}.{key}": value for key, value in state.items()}
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
