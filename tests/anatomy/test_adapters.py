@@ -166,8 +166,7 @@ def ia3():
 
 @pytest.mark.parametrize("adapted", [dora, ia3])
 def test_an_adapter_that_acts_on_the_weight_itself_takes_actions_only(adapted):
-    """DoRA divides by the norm of the edited weight, IA3 scales what is read or given: an edit of the weight does not add
-    up."""
+    """DoRA divides by the norm of the edited weight, IA3 scales what is read or given: an edit inside is not added."""
     model = adapted()
     with pytest.raises(UnsupportedModel, match=r"gate_proj\.weight of a Linear is quantised or wrapped.*written=False"):
         fold_token(model, *ids(model))

@@ -1,4 +1,4 @@
-"""Patches that were baked, in the programs that they are for: the same answers there, nearer to those with the context."""
+"""Baked patches in the programs that they are for: the same answers there, nearer to those with the context."""
 
 from __future__ import annotations
 

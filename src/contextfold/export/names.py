@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch import nn
+from typing import Any
 
 __all__ = ["stored_names"]
 
 
-def stored_names(model: nn.Module) -> Callable[[str], str]:
+def stored_names(model: Any) -> Callable[[str], str]:
     """How a parameter's name has to be written so that loading gives it back.
 
     Loaders rename what they read by a table of the model's type. Most names pass it unchanged; one that does not is
@@ -19,7 +18,7 @@ def stored_names(model: nn.Module) -> Callable[[str], str]:
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 
     table = [entry for entry in get_model_conversion_mapping(model) or () if isinstance(entry, WeightRenaming)]
-    back = [entry.reverse_transform() for entry in reversed(table)]
+    back: list[Any] = [entry.reverse_transform() for entry in reversed(table)]
 
     def stored(name: str) -> str:
         if apply_renamings(name, table) == name:
