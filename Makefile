@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check conformance measured bench bench-bake exports interop interop-llama clean
+.PHONY: demo test test-fast check conformance report-test measured bench bench-bake exports interop interop-llama clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -22,6 +22,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The report in a real browser; `make test` runs this too where it finds Chromium. On Debian: apt-get install chromium.
+report-test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m browser -rs tests/report
 
 # The census of all model types; about ten minutes on one core. A run that was stopped goes on where it was.
 conformance: $(STAMP)

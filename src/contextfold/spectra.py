@@ -13,7 +13,8 @@ from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit
 __all__ = ["POINTS", "spectra"]
 
 POINTS = 40
-"""Singular values that are kept of an edit: all of a small one, else so many, evenly spread over the logarithm."""
+"""Singular values that are kept of an edit: all of a small one, else about so many, half of them evenly spread, half
+over the logarithm."""
 
 
 def spectra(patch: Patch) -> list[dict[str, Any]]:
@@ -41,7 +42,8 @@ def _row(edit: Edit) -> dict[str, Any]:
 
 def _values(values: Tensor) -> dict[str, Any]:
     n = values.numel()
-    steps = range(POINTS)
-    spread = {round(math.exp(math.log(n) * k / (POINTS - 1))) for k in steps} if n > POINTS else range(1, n + 1)
-    chosen = sorted(spread)
+    half = POINTS // 2
+    even = {1 + round((n - 1) * k / (half - 1)) for k in range(half)}
+    first = {round(math.exp(math.log(n) * k / (half - 1))) for k in range(half)} | {n - 1}
+    chosen = sorted((even | first) & set(range(1, n + 1))) if n > POINTS else list(range(1, n + 1))
     return {"numbers": chosen, "singular_values": [float(values[k - 1]) for k in chosen]}

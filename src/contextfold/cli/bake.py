@@ -78,7 +78,10 @@ def bake(
         baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
         written = patchfile.save(baked.patch, out_file) if out_file is not None and verdict.holds else None
     payload = {"context": prompts.read_argument(context), **verdict.to_json(), "spectra": spectra(baked.patch)}
-    payload |= {"held_out": spelled(payload["held_out"], decode), "patch": None if written is None else str(written)}
+    rows = spelled(payload["held_out"], decode)
+    for row, question in zip(rows, judge, strict=True):
+        row["texts"]["question"] = question  # as it was asked, without the template around it
+    payload |= {"held_out": rows, "patch": None if written is None else str(written)}
     show_or_json(as_json, payload, lambda: bakeview.verdict_view(verdict))
     if not as_json and out_file is not None:
         size = f"Wrote {written} ({baked.patch.nbytes} bytes)."

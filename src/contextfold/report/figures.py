@@ -1,0 +1,347 @@
+"""One function per figure. Each takes rows of a command's JSON (or of `to_json()`) and returns a matplotlib figure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from contextfold.report.canvas import BLUE, GRID, MUTED, ORANGE, SERIES, axes, label_rows, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "edit_norms",
+    "gaps",
+    "heat_map",
+    "locality",
+    "part_costs",
+    "places",
+    "questions",
+    "recovered",
+    "residual_error",
+    "role_of",
+    "singular_values",
+    "step_gaps",
+    "u_histogram",
+]
+
+Row = Mapping[str, Any]
+
+TINY = 1e-17
+"""Where a zero is drawn on a logarithmic axis that has nothing else."""
+
+
+def gaps(rows: Sequence[tuple[str, float | None, str]]) -> Figure:
+    """Logit gaps on a logarithmic axis: name, gap, and `patched`, `reference` or `control`."""
+    looks = {"patched": (BLUE, "o"), "reference": (MUTED, "D"), "control": (ORANGE, "s")}
+    with style():
+        figure, (ax,) = axes(0.55 + 0.24 * len(rows))
+        floor = _floor([gap for _, gap, _ in rows])
+        for k, (_, gap, kind) in enumerate(rows):
+            if gap is None:
+                continue
+            colour, marker = looks[kind]
+            ax.plot([floor, max(gap, floor)], [k, k], color=GRID, linewidth=1.2)
+            ax.plot(max(gap, floor), k, marker=marker, color=colour, markersize=6)
+        _log(ax, "x")
+        label_rows(ax, [name for name, _, _ in rows])
+        ax.set_xlabel("logit gap (log scale)")
+    return figure
+
+
+def heat_map(
+    values: Sequence[Sequence[float | None]], label: str, across: str = "token", breaks: Sequence[int] = ()
+) -> Figure:
+    """`values[token][layer]`, layers upwards; cividis, which grows in lightness for every kind of colour vision.
+
+    `breaks`: tokens at which something new begins.
+    """
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    with style():
+        figure, (ax,) = axes(3.0)
+        grid = np.array([[math.nan if v is None else v for v in row] for row in values], dtype=float).T
+        seen = grid[np.isfinite(grid) & (grid > 0)]
+        low, high = (float(seen.min()), float(seen.max())) if seen.size else (1.0, 1.0)
+        norm = LogNorm(max(low, high * 1e-4), high) if high > low else None
+        shown = np.where(grid > 0, np.maximum(grid, max(low, high * 1e-4)), grid) if norm else grid
+        image = ax.imshow(
+            shown, aspect="auto", origin="lower", cmap="cividis", norm=norm, interpolation="none",
+            extent=(-0.5, grid.shape[1] - 0.5, -0.5, grid.shape[0] - 0.5),
+        )  # fmt: skip
+        ax.grid(visible=False)
+        for place in breaks:
+            ax.axvline(place - 0.5, color="white", linewidth=1.0)
+        _whole(ax, grid.shape[1], "x")
+        _whole(ax, grid.shape[0], "y")
+        ax.set_xlabel(across)
+        ax.set_ylabel("layer")
+        _scale(figure, image, label)
+    return figure
+
+
+def residual_error(layers: Sequence[Row]) -> Figure:
+    """Where the residual error sits: by layer, the relative error of what the patched block gives."""
+    with style():
+        figure, (ax,) = axes()
+        _by_layer(ax, layers, "relative_error", 0)
+        ax.set_ylabel("relative error")
+    return figure
+
+
+def edit_norms(spectra: Sequence[Row]) -> Figure:
+    """By layer, the norm of every edit of the patch; a line per map."""
+    with style():
+        figure, (ax,) = axes(2.8)
+        for k, (role, rows) in enumerate(_roles(spectra).items()):
+            _by_layer(ax, rows, "norm", k, role)
+        ax.set_ylabel("norm of the change")
+        _legend(ax)
+    return figure
+
+
+def singular_values(spectra: Sequence[Row]) -> Figure:
+    """Singular values of every matrix edit, axes per map; the first, the middle and the last layer are named."""
+    found = {role: rows for role, rows in _roles(spectra).items() if rows[0]["kind"] == "matrix"}
+    with style():
+        figure, panels = axes(2.4, len(found))
+        for ax, (role, rows) in zip(panels, found.items(), strict=True):
+            marked = {0: 0, len(rows) // 2: 1, len(rows) - 1: 2}
+            for k, row in enumerate(rows):
+                look = SERIES[marked[k]] if k in marked else (MUTED, "", "-")
+                named = {"label": f"layer {row['layer']}", "zorder": 3} if k in marked else {"alpha": 0.25}
+                points = [(n, s) for n, s in zip(row["numbers"], row["singular_values"], strict=True) if s > 0]
+                ax.plot(*zip(*points, strict=True), color=look[0], linestyle=look[2], **named) if points else None
+            _log(ax)
+            # A title would meet the legend above the axes.
+            ax.set_ylabel(f"singular value\n{role}").set_parse_math(False)
+            _legend(ax)
+        panels[-1].set_xlabel("number, the largest first")
+    return figure
+
+
+def u_histogram(layers: Sequence[Row], edges: Sequence[float]) -> Figure:
+    """By layer, how many entries of the branch before its norm's scale are how small: the theorem divides by them."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    with style():
+        figure, (ax,) = axes(3.0)
+        counts = np.array([row["u_counts"] for row in layers], dtype=float)
+        shares = np.where(counts > 0, counts / counts.sum(1, keepdims=True), math.nan)
+        exponents = [math.log10(edge) for edge in edges]
+        step = exponents[1] - exponents[0]
+        image = ax.imshow(
+            shares, aspect="auto", origin="lower", cmap="cividis", norm=LogNorm(), interpolation="none",
+            extent=(exponents[0] - step, exponents[-1] + step, -0.5, len(layers) - 0.5),
+        )  # fmt: skip
+        ax.grid(visible=False)
+        _whole(ax, len(layers), "y")
+        ticks = [k for k in range(-8, 2, 2) if exponents[0] <= k <= exponents[-1]]
+        ax.set_xticks(ticks, labels=[f"1e{k}" for k in ticks])
+        ax.set_xlabel("size of u (below the first tick: smaller, or zero)")
+        ax.set_ylabel("layer")
+        _scale(figure, image, "share of the entries")
+    return figure
+
+
+def step_gaps(rows: Sequence[Row], series: Mapping[str, str], across: str = "token") -> Figure:
+    """Logit gaps along the tokens, logarithmic: key of a row -> name of the line."""
+    with style():
+        figure, (ax,) = axes(2.8)
+        for k, (key, name) in enumerate(series.items()):
+            points = [(i, row[key]) for i, row in enumerate(rows) if row.get(key) is not None]
+            colour, marker, dash = SERIES[k]
+            floor = _floor([gap for _, gap in points])
+            ax.plot(
+                [i for i, _ in points], [max(gap, floor) for _, gap in points], label=name, color=colour,
+                marker=marker if len(points) < 80 else "", linestyle=dash,
+            )  # fmt: skip
+        _log(ax)
+        ax.set_ylabel("logit gap")
+        ax.set_xlabel(across)
+        _whole(ax, len(rows), "x")
+        _legend(ax)
+    return figure
+
+
+def recovered(rows: Sequence[tuple[str, float, tuple[float, float] | None, str]]) -> Figure:
+    """Share of the context's effect that comes back: name, share, 95 % interval, and `patched` or `control`."""
+    with style():
+        figure, (ax,) = axes(0.55 + 0.26 * len(rows))
+        for k, (_, share, interval, kind) in enumerate(rows):
+            colour, marker = (BLUE, "o") if kind == "patched" else (ORANGE, "s")
+            if interval is not None:
+                ax.plot(interval, [k, k], color=colour, linewidth=2.5, alpha=0.5)
+            ax.plot(share, k, marker=marker, color=colour, markersize=6)
+        ax.axvline(0, color=MUTED, linewidth=0.8)
+        ax.axvline(1, color=MUTED, linewidth=0.8, linestyle=":")
+        label_rows(ax, [name for name, *_ in rows])
+        lowest = min(share for _, share, *_ in rows)
+        ax.set_xlim(max(min(lowest * 1.05, -0.05), -2.0), 1.05)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        ax.set_xlabel("recovered (bars: 95 % interval)")
+    return figure
+
+
+def questions(rows: Sequence[Row]) -> Figure:
+    """By held-out question, the divergence from the model with the context, without the patch and with it."""
+    ordered = sorted(rows, key=lambda row: -row["kl_unpatched"])
+    return _pairs(ordered, ("kl_unpatched", "without"), ("kl_patched", "patched"), "question, the hardest first")
+
+
+def _pairs(rows: Sequence[Row], first: tuple[str, str], second: tuple[str, str], across: str) -> Figure:
+    with style():
+        figure, (ax,) = axes(2.8)
+        floor = _floor([row[key] for row in rows for key in (first[0], second[0])])
+        for k, row in enumerate(rows):
+            ax.plot([k, k], [max(row[first[0]], floor), max(row[second[0]], floor)], color=GRID, linewidth=1.2)
+        for (key, name), colour, marker in ((first, ORANGE, "s"), (second, BLUE, "o")):
+            ax.plot([max(row[key], floor) for row in rows], marker, color=colour, label=name)
+        _log(ax)
+        ax.set_ylabel("KL, nats per token")
+        ax.set_xlabel(across)
+        _whole(ax, len(rows), "x")
+        _legend(ax)
+    return figure
+
+
+def locality(elsewhere: Mapping[str, Row]) -> Figure:
+    """On text that the context has no business with: how far the patch, and the context, move the model."""
+    with style():
+        figure, (ax,) = axes(0.7 + 0.5 * len(elsewhere))
+        names = [f"{who}, {name}" for name in elsewhere for who in ("patch", "context")]
+        sizes = [row[key] for row in elsewhere.values() for key in ("kl_patched", "kl_context")]
+        for k, size in enumerate(sizes):
+            ax.barh(k, size, height=0.55, color=BLUE if k % 2 == 0 else ORANGE, hatch="" if k % 2 == 0 else "//")
+        label_rows(ax, names)
+        ax.set_xlabel("KL from the bare model, nats per token")
+    return figure
+
+
+def places(sites: Sequence[Row]) -> Figure:
+    """By layer and place, the share of the wanted change that the edit meets on the examples."""
+    with style():
+        figure, (ax,) = axes(2.8)
+        for k, role in enumerate(dict.fromkeys(site["role"] for site in sites)):
+            rows = [site for site in sites if site["role"] == role]
+            colour, marker, dash = SERIES[k % len(SERIES)]
+            ax.plot(
+                [row["layer"] for row in rows], [row["explained"] for row in rows], color=colour, marker=marker,
+                linestyle=dash, label=role,
+            )  # fmt: skip
+        ax.set_ylim(0, 1.02)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        ax.set_ylabel("explained")
+        ax.set_xlabel("layer")
+        _legend(ax)
+    return figure
+
+
+def part_costs(parts: Sequence[Row]) -> Figure:
+    """By part of the prompt, what its removal costs, and how large the patch is that absorbs it."""
+    with style():
+        figure, panels = axes(0.75 + 0.24 * len(parts), 2)
+        for ax, key, name in zip(
+            panels, ("kl_nats", "patch_norm"), ("cost of the removal: KL in nats", "norm of the patch"), strict=True
+        ):
+            ax.barh(range(len(parts)), [part[key] for part in parts], height=0.55, color=BLUE)
+            label_rows(ax, [_short(part["name"]) for part in parts])
+            ax.set_xlabel(name)
+    return figure
+
+
+def role_of(site: str) -> str:
+    """`model.layers.3.mlp.down_proj.weight` -> `mlp.down_proj`: the name of a map inside its layer."""
+    inside = re.split(r"\.\d+\.", site, maxsplit=1)[-1]
+    return re.sub(r"\[\d+\]$", "[expert]", inside).removesuffix(".weight")
+
+
+def _roles(spectra: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in spectra:
+        found.setdefault(role_of(row["site"]), []).append(row)
+    return found
+
+
+def _by_layer(ax: Axes, rows: Sequence[Row], key: str, series: int, name: str | None = None) -> None:
+    colour, marker, dash = SERIES[series % len(SERIES)]
+    points = [(row["layer"], row[key]) for row in rows if row[key] is not None and row[key] > 0]
+    ax.plot(
+        [x for x, _ in points], [y for _, y in points], color=colour, marker=marker, linestyle=dash, label=name,
+        fillstyle="full" if series < len(SERIES) else "none",
+    )  # fmt: skip
+    _log(ax)
+    ax.xaxis.set_major_locator(_integers())
+    ax.set_xlabel("layer")
+
+
+def _log(ax: Axes, which: Literal["x", "y"] = "y") -> None:
+    """A logarithmic axis whose ticks read like the numbers on the page; between powers of ten only where few are seen.
+
+    To be called when everything is drawn.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    (ax.set_yscale if which == "y" else ax.set_xscale)("log")
+    axis = ax.yaxis if which == "y" else ax.xaxis
+    low, high = sorted(ax.get_ylim() if which == "y" else ax.get_xlim())
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    near = high < 20 * low
+    axis.set_major_locator(LogLocator(numticks=6 if which == "x" else 9))
+    axis.set_major_formatter(plain)
+    axis.set_minor_locator(LogLocator(subs=(2.0, 5.0) if near else (), numticks=12))
+    axis.set_minor_formatter(plain if near else NullFormatter())
+
+
+def _scale(figure: Figure, image: Any, label: str) -> None:
+    """What the colours mean, above the axes."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    bar = figure.colorbar(image, ax=image.axes, location="top", aspect=40, pad=0.02)
+    bar.set_label(label)
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    low, high = image.get_clim()
+    near = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    bar.ax.xaxis.set_minor_formatter(near if high < 20 * low else NullFormatter())
+    bar.outline.set_visible(False)
+
+
+def _integers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=8, integer=True)
+
+
+def _legend(ax: Axes) -> None:
+    """Below the plot, where it hides nothing, as plain text whatever the names hold."""
+    handles, labels = ax.get_legend_handles_labels()
+    if not handles:
+        return
+    columns = 1 if max(map(len, labels)) > 18 else 3 if max(map(len, labels)) < 10 else 2
+    legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.05, 1.0), ncols=columns, borderaxespad=0.0)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _whole(ax: Axes, count: int, which: str) -> None:
+    """Ticks at whole numbers, few enough to be read."""
+    step = max(1, next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if count / s <= 8))
+    ticks = list(range(0, count, step))
+    (ax.set_xticks if which == "x" else ax.set_yticks)(ticks, labels=[str(t) for t in ticks])
+
+
+def _floor(values: Sequence[float | None]) -> float:
+    """Where zeros are drawn on a logarithmic axis: below everything else."""
+    found = [value for value in values if value is not None and value > 0 and math.isfinite(value)]
+    return min(found) / 3 if found else TINY
+
+
+def _short(name: str, limit: int = 24) -> str:
+    clean = "".join(c if c.isprintable() else " " for c in name)
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
