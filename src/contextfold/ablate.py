@@ -21,6 +21,7 @@ from contextfold.anatomy import Bound, bind
 from contextfold.compare import norm
 from contextfold.errors import InputError
 from contextfold.fold import Folded, LayerReport, Spans, fold_token, token_targets
+from contextfold.notebook import card, short
 from contextfold.patch import MatrixEdit, Patch
 from contextfold.runtime import materialised, run
 from contextfold.verify import Comparison, compare
@@ -159,6 +160,20 @@ class Ablation:
     def ranked(self) -> list[PartAblation]:
         """The most costly removal first."""
         return sorted(self.parts, key=lambda part: part.rank)
+
+    def _repr_html_(self) -> str:
+        """The parts, the most costly first, for a notebook."""
+        ranked = self.ranked()
+        worst = max(part.patched_logit_gap for part in ranked)
+        words = "Proven" if self.proven else "Not proven"
+        sentence = f"{words}: written into the weights, every patch leaves a gap of at most {worst:.2g}."
+        rows = [
+            (p.name, str(p.dropped), short(p.kl_nats), short(p.logit_gap), short(p.patched_logit_gap),
+             short(p.patch_norm))
+            for p in ranked
+        ]  # fmt: skip
+        columns = ("part", "tokens", "KL, nats", "gap", "gap patched", "‖dW‖")
+        return card(f"{self.model_type}: what each part is worth", sentence, columns, rows, self.proven)
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""

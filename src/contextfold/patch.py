@@ -18,6 +18,7 @@ from torch import Tensor
 
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.lowrank import LowRank
+from contextfold.notebook import card, short
 
 __all__ = ["BiasEdit", "Edit", "Header", "MatrixEdit", "Patch", "ScaleEdit", "Site", "combine", "factor_dtype"]
 
@@ -177,6 +178,21 @@ class Patch:
     def __repr__(self) -> str:
         layers = len({site.layer for site in self.edits})
         return f"Patch({self.header.kind}, {len(self.edits)} edits in {layers} layers, {self.nbytes} bytes)"
+
+    def _repr_html_(self) -> str:
+        """By layer, how many edits and how large, for a notebook."""
+        layers = sorted({site.layer for site in self.edits})
+        rows = []
+        for layer in layers:
+            mine = self.select([layer])
+            kinds = {MatrixEdit: "matrix", BiasEdit: "bias", ScaleEdit: "scale"}
+            sizes = [
+                math.sqrt(sum(e.size() ** 2 for e in mine.edits.values() if isinstance(e, kind))) for kind in kinds
+            ]
+            rows.append((str(layer), str(len(mine.edits)), *(short(size) if size else "–" for size in sizes)))
+        exact = f"exact at {len(self.header.exact_at)} positions" if self.header.exact_at else "exact nowhere"
+        made = f"for {self.header.model_type}, {exact}, plan {' → '.join(self.header.plan)}"
+        return card(repr(self), made, ("layer", "edits", "‖dW‖", "‖db‖", "‖dm‖"), rows)
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from contextfold.bake.kept import keep, kept
 from contextfold.bake.solve import BakedSite, pairs_of, solve
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.header import receipt
+from contextfold.notebook import card, short
 from contextfold.patch import Edit, Patch, Site
 from contextfold.store import Store, key_of
 
@@ -32,6 +33,14 @@ class Baked:
     sites: tuple[BakedSite, ...]
     tokens: int
     """Tokens of the examples that it was learnt from."""
+
+    def _repr_html_(self) -> str:
+        """The places, for a notebook."""
+        rows = [
+            (str(s.layer), s.role, str(s.rank), f"{s.explained:.0%}", short(s.weight_ratio)) for s in self.sites
+        ]  # fmt: skip
+        sentence = f"Learnt from {self.tokens} tokens; questions held out say what it is worth."
+        return card(repr(self.patch), sentence, ("layer", "place", "rank", "explained", "‖dW‖/‖W‖"), rows)
 
 
 def bake(

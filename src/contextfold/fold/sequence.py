@@ -18,6 +18,7 @@ from contextfold.fold.lengths import FREE, halving_loss
 from contextfold.fold.rows import SequenceLayer
 from contextfold.fold.rowsites import PatchSites, rows_kind
 from contextfold.fold.split import SINK, Positions, Spans, Split, digest, split
+from contextfold.notebook import card, short
 from contextfold.patch import Patch
 from contextfold.runtime import Run
 from contextfold.store import Store, key_of
@@ -34,6 +35,15 @@ class FoldedSequence:
     in_context: Tensor
     """`(n, V)`: in-context logits at the query positions."""
     layers: tuple[SequenceLayer, ...]
+
+    def _repr_html_(self) -> str:
+        """The patch and how every layer was met, for a notebook."""
+        rows = [
+            (str(r.layer), str(r.rank), short(r.relative_error), short(r.weight_ratio), r.outcome) for r in self.layers
+        ]
+        worst = max((r.relative_error for r in self.layers), default=float("nan"))
+        sentence = f"Every layer is met within {worst:.1g}, relative; a verdict proves the whole."
+        return card(repr(self.patch), sentence, ("layer", "rank", "error", "‖dW‖/‖W‖", "outcome"), rows)
 
 
 def fold_sequence(

@@ -20,6 +20,7 @@ from contextfold.fold.header import header_of
 from contextfold.fold.split import SINK, Positions, Spans, Split, split
 from contextfold.fold.targets import TokenTargets, seen
 from contextfold.forms import expressions
+from contextfold.notebook import card, short
 from contextfold.patch import Patch
 from contextfold.rules import (
     REFERENCES,
@@ -50,6 +51,16 @@ class Folded:
     in_context: Tensor
     """`(V,)`, from the full run."""
     layers: tuple[LayerReport, ...]
+
+    def _repr_html_(self) -> str:
+        """The patch and how every layer was met, for a notebook."""
+        rows = [
+            (str(r.layer), short(r.relative_error), short(r.weight_ratio), short(r.max_abs_dm), r.outcome)
+            for r in self.layers
+        ]
+        worst = max((r.relative_error for r in self.layers), default=float("nan"))
+        sentence = f"Every layer is met within {worst:.1g}, relative; a verdict proves the whole."
+        return card(repr(self.patch), sentence, ("layer", "error", "‖dW‖/‖W‖", "max |dm|", "outcome"), rows)
 
 
 def reference(name: str) -> Reference:

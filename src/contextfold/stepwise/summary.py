@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from contextfold.notebook import card, short
 from contextfold.stepwise.proof import Proof
 from contextfold.stepwise.token import Token
 from contextfold.verify.verdict import EXACT
@@ -79,6 +80,17 @@ class Summary:
             f"at most {self.worst_action_gap:.2g} between the two rows at any step"
         )
         return f"Holds: {numbers}." if self.holds else f"Does not hold: {numbers}; " + "; ".join(self.reasons()) + "."
+
+    def _repr_html_(self) -> str:
+        """The figures, for a notebook."""
+        rows = [
+            ("tokens that agree", f"{self.matches} / {len(self.tokens)}"),
+            ("steps proven on written weights", str(len(self.proofs))),
+            ("worst gap of these", short(self.worst_proven_gap)),
+            ("without the patch (control), median", short(self.unpatched_gap)),
+            ("between the two rows, at most", short(self.worst_action_gap)),
+        ]
+        return card("generation, folded at every step", self.sentence(), ("", ""), rows, self.holds)
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Bound
 from contextfold.bake import Baked, Example, Frame, answered
 from contextfold.errors import InputError
+from contextfold.notebook import card, short
 from contextfold.patch import Patch
 from contextfold.runtime import Run, materialised, run
 from contextfold.verify.controls import RANDOM, SHUFFLED, random_like
@@ -165,6 +166,19 @@ class ReusableVerdict:
         lead = "A stand-in for the context" if self.holds else "No stand-in for the context"
         why = "" if self.holds else " (" + "; ".join(self.reasons()) + ")"
         return f"{lead}{why}: {text}{moved}."
+
+    def _repr_html_(self) -> str:
+        """What comes back, beside the controls, for a notebook."""
+        rows = [("without the context", "0.0%", "", short(self.unpatched.mean), f"{self.unpatched.top1:.0%}")]
+        runs = {"patched": self.patched, **{f"{n.replace('_', ' ')} (control)": c for n, c in self.controls.items()}}
+        rows += [
+            (name, f"{r.share:.1%}", f"{r.low:.1%} to {r.high:.1%}", short(r.patched.mean), f"{r.patched.top1:.0%}")
+            for name, r in runs.items()
+        ]
+        title = f"{self.model}, {str(self.dtype).removeprefix('torch.')}, estimator {self.method}"
+        return card(
+            title, self.sentence(), ("run", "recovered", "95 %", "KL, nats", "same first token"), rows, self.holds
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""

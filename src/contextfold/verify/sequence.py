@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from contextfold.anatomy import Bound, bind
 from contextfold.fold import FoldedSequence, PatchSites, SequenceLayer, fold_sequence, sites_of, split
+from contextfold.notebook import card, short
 from contextfold.patch import Patch
 from contextfold.runtime import Run, applied, materialised, run
 from contextfold.verify.controls import RANDOM, other_tokens, random_like, wrong_contexts
@@ -101,6 +102,20 @@ class SequenceVerdict:
         if self.proven:
             return f"Proven: {numbers}; every negative control misses by far.{cost}"
         return f"Not proven: {numbers}; " + "; ".join(self.reasons()) + f".{cost}"
+
+    def _repr_html_(self) -> str:
+        """The runs and the controls, for a notebook."""
+        runs = {
+            "patched: weights written": self.written, "patched: beside the weights": self.action,
+            "patched, input off by a rounding": self.perturbed, "without the patch (control)": self.unpatched,
+            **{f"{name.replace('_', ' ')} (control)": compared for name, compared in self.controls.items()},
+        }  # fmt: skip
+        rows = [
+            (name, short(max(_gaps(c))), short(statistics.median(_gaps(c))), f"{_matches(c)} / {len(c)}")
+            for name, c in runs.items()
+        ]
+        title = f"{self.model}, {str(self.dtype).removeprefix('torch.')}, one static patch"
+        return card(title, self.sentence(), ("run", "worst gap", "median gap", "same first token"), rows, self.proven)
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""

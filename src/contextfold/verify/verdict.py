@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from contextfold.magnitudes import EDGES
+from contextfold.notebook import card, short
 from contextfold.verify.metrics import Comparison
 from contextfold.verify.step import Step
 
@@ -96,6 +97,29 @@ class Verdict:
         if self.proven:
             return f"Proven: {numbers}; every negative control misses by far."
         return f"Not proven: {numbers}; " + "; ".join(self.reasons()) + "."
+
+    def _repr_html_(self) -> str:
+        """The runs and the controls, for a notebook."""
+        n = len(self.steps)
+        ways = {"written": "patched: weights written", "action": "patched: beside the weights",
+                "perturbed": "patched, input off by a rounding", "scatter": "the model with itself",
+                "unpatched": "without the patch (control)"}  # fmt: skip
+        rows = [
+            (
+                name,
+                short(max(self._gaps(way))),
+                short(statistics.median(self._gaps(way))),
+                f"{self._matches(way)} / {n}",
+            )
+            for way, name in ways.items()
+        ]
+        rows += [
+            (f"{name.replace('_', ' ')} (control)", "", short(c["median_logit_gap"]),
+             f"{c['top1_matches']:.0f} / {c['tokens']:.0f}")
+            for name, c in self.controls.items()
+        ]  # fmt: skip
+        title = f"{self.model}, {str(self.dtype).removeprefix('torch.')}, rule {self.rule}"
+        return card(title, self.sentence(), ("run", "worst gap", "median gap", "same first token"), rows, self.proven)
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
