@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from contextfold.report import run_of
+
 TEXTS = ("--context", "a b c d e f g h ", "--query", "i j k l")
 
 
@@ -14,7 +16,9 @@ def printed(call):
     def run(*arguments):
         code, text, errors = call(*arguments, "--json")
         assert code in (0, 1), errors
-        return json.loads(text)
+        found = json.loads(text)
+        assert run_of(found).kind.name == {"verify": "fold"}.get(arguments[0], arguments[0]) or "positions" in found
+        return found
 
     return run
 

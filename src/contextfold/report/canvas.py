@@ -13,7 +13,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "GREEN", "GRID", "INK", "MUTED", "ORANGE", "PURPLE", "SERIES", "WIDTH", "axes", "inline", "style"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "GRID",
+    "INK",
+    "MUTED",
+    "ORANGE",
+    "PURPLE",
+    "SERIES",
+    "WIDTH",
+    "axes",
+    "frame",
+    "inline",
+    "label_rows",
+    "plain",
+    "style",
+]
 
 INK, MUTED, GRID = "#1a1c1f", "#5b6168", "#d9dce1"
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e01", "#00795a", "#a9447f"
@@ -63,9 +79,15 @@ def axes(height: float = 2.6, rows: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, found
 
 
+def plain(text: str, limit: int = 36) -> str:
+    """A name that came with the run, on one line and not too long."""
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
 def label_rows(ax: Axes, labels: Sequence[str]) -> None:
     """Names at the left, the first on top, as plain text whatever they hold."""
-    ax.set_yticks(range(len(labels)), labels=list(labels))
+    ax.set_yticks(range(len(labels)), labels=[plain(label) for label in labels])
     for text in ax.get_yticklabels():
         text.set_parse_math(False)
         text.set_color(INK)

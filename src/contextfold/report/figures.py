@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from contextfold.report.canvas import BLUE, GRID, MUTED, ORANGE, SERIES, axes, label_rows, style
+from contextfold.report.canvas import BLUE, GRID, MUTED, ORANGE, SERIES, axes, label_rows, plain, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +119,7 @@ def singular_values(spectra: Sequence[Row]) -> Figure:
                 ax.plot(*zip(*points, strict=True), color=look[0], linestyle=look[2], **named) if points else None
             _log(ax)
             # A title would meet the legend above the axes.
-            ax.set_ylabel(f"singular value\n{role}").set_parse_math(False)
+            ax.set_ylabel(f"singular value\n{plain(role)}").set_parse_math(False)
             _legend(ax)
         panels[-1].set_xlabel("number, the largest first")
     return figure
@@ -251,7 +251,7 @@ def part_costs(parts: Sequence[Row]) -> Figure:
             panels, ("kl_nats", "patch_norm"), ("cost of the removal: KL in nats", "norm of the patch"), strict=True
         ):
             ax.barh(range(len(parts)), [part[key] for part in parts], height=0.55, color=BLUE)
-            label_rows(ax, [_short(part["name"]) for part in parts])
+            label_rows(ax, [part["name"] for part in parts])
             ax.set_xlabel(name)
     return figure
 
@@ -327,6 +327,7 @@ def _legend(ax: Axes) -> None:
     legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.05, 1.0), ncols=columns, borderaxespad=0.0)
     for text in legend.get_texts():
         text.set_parse_math(False)
+        text.set_text(plain(text.get_text()))
 
 
 def _whole(ax: Axes, count: int, which: str) -> None:
@@ -340,8 +341,3 @@ def _floor(values: Sequence[float | None]) -> float:
     """Where zeros are drawn on a logarithmic axis: below everything else."""
     found = [value for value in values if value is not None and value > 0 and math.isfinite(value)]
     return min(found) / 3 if found else TINY
-
-
-def _short(name: str, limit: int = 24) -> str:
-    clean = "".join(c if c.isprintable() else " " for c in name)
-    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
