@@ -42,8 +42,8 @@ def verdict_view(verdict: Verdict | SequenceVerdict) -> RenderableType:
 def _ways_table(json: Mapping[str, Any]) -> Table:
     tokens = json["tokens"]
     caption = (
-        "Gap: largest difference of the logits from those of the model with the context. KL in nats. "
-        f"{json['protocol']}"
+        "Gap: largest difference of the logits from those of the model with the context; of that model, with its "
+        f"cache from without. Weights written: the unmodified model runs. {json['protocol']}"
     )
     table = Table(
         title=f"{json['model']}, {json['dtype']}, rule {json['rule']}", caption=caption, title_justify="left",
@@ -53,19 +53,19 @@ def _ways_table(json: Mapping[str, Any]) -> Table:
     for name in ("same first token", "worst gap", "median gap"):
         table.add_column(name, justify="right")
     table.add_row(
-        "patched: weights written, unmodified model", f"{json['top1_matches']} / {tokens}",
+        "patched: weights written", f"{json['top1_matches']} / {tokens}",
         number(json["worst_logit_gap"]), number(json["median_logit_gap"]), style="bold",
     )  # fmt: skip
     table.add_row(
-        "patched: low-rank action beside the weights", f"{json['action_top1_matches']} / {tokens}",
+        "patched: beside the weights", f"{json['action_top1_matches']} / {tokens}",
         number(json["action_worst_logit_gap"]), "",
     )  # fmt: skip
     table.add_row(
-        "patched, embeddings off by one rounding", f"{json['perturbed_top1_matches']} / {tokens}",
+        "patched, input off by a rounding", f"{json['perturbed_top1_matches']} / {tokens}",
         number(json["perturbed_worst_logit_gap"]), "",
     )  # fmt: skip
     table.add_row(
-        "the model itself: cached against uncached", f"{json['scatter_top1_matches']} / {tokens}",
+        "the model with itself", f"{json['scatter_top1_matches']} / {tokens}",
         number(json["scatter_logit_gap"]), "", end_section=True,
     )  # fmt: skip
     table.add_row(
@@ -116,9 +116,9 @@ def sequence_view(verdict: SequenceVerdict) -> RenderableType:
     for name in ("same first token", "worst gap", "median gap"):
         table.add_column(name, justify="right")
     rows = {
-        "patched: weights written, unmodified model": verdict.written,
-        "patched: low-rank action beside the weights": verdict.action,
-        "patched, embeddings off by one rounding": verdict.perturbed,
+        "patched: weights written": verdict.written,
+        "patched: beside the weights": verdict.action,
+        "patched, input off by a rounding": verdict.perturbed,
         "without patch (control)": verdict.unpatched,
         **{f"{name.replace('_', ' ')} (control)": compared for name, compared in verdict.controls.items()},
     }

@@ -189,5 +189,7 @@ def test_paper_shows_what_was_folded_away(browser, files, tmp_path):
         printed = tmp_path / "page.pdf"
         tab.pdf(path=printed)
         assert printed.stat().st_size > 10_000
-        assert tab.locator("details").count() == tab.locator("details[open]").count()  # beforeprint unfolds them
+        texts = tab.locator("details.text")
+        assert texts.count() == tab.locator("details.text[open]").count() > 0  # beforeprint unfolds them
+        assert not tab.locator("details.numbers").first.is_visible()
         assert met == []

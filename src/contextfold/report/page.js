@@ -63,7 +63,7 @@ for (const plot of document.querySelectorAll("[data-heat]")) {
   plot.addEventListener("pointerleave", () => { mark.hidden = true; readout.textContent = hint; });
 }
 
-// Paper has no way to unfold.
+// Paper has no way to unfold: texts are printed whole, tables of numbers where the reader has opened them.
 addEventListener("beforeprint", () => {
-  for (const part of document.querySelectorAll("details")) part.open = true;
+  for (const part of document.querySelectorAll("details.text")) part.open = true;
 });
