@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check conformance report-test measured bench bench-bake exports interop interop-llama interop-eval clean
+.PHONY: demo test test-fast check docs conformance report-test measured bench bench-bake exports interop interop-llama interop-eval clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -22,6 +22,11 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
+
+# The site of the documents, into build/site; a broken link fails.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The report in a real browser; `make test` runs this too where it finds Chromium. On Debian: apt-get install chromium.
 report-test: $(STAMP)
