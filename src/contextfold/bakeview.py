@@ -12,7 +12,7 @@ from contextfold.verify import ReusableVerdict
 
 __all__ = ["verdict_view"]
 
-BAR = 24
+BAR = 10
 """Characters of a full bar."""
 
 
@@ -20,7 +20,12 @@ def verdict_view(verdict: ReusableVerdict) -> RenderableType:
     """The whole screen: recovery, controls, other text, places, and the sentence."""
     colour = "green" if verdict.holds else "red"
     sentence = Panel(Text(verdict.sentence()), title="verdict", border_style=colour, title_align="left")
-    return Group(_recovery_table(verdict), *([_places_table(verdict)] if verdict.baked else []), sentence)
+    tables = [_recovery_table(verdict)]
+    if verdict.elsewhere:
+        tables.append(_elsewhere_table(verdict))
+    if verdict.baked:
+        tables.append(_places_table(verdict))
+    return Group(*tables, sentence)
 
 
 def _bar(share: float) -> str:
@@ -34,7 +39,7 @@ def _recovery_table(verdict: ReusableVerdict) -> Table:
         caption="KL to the model with the context, in nats per answer token. Weights written, unmodified model.",
         title_justify="left", caption_justify="left",
     )  # fmt: skip
-    for column in ("run", "recovered", "", "KL", "same first token"):
+    for column in ("run", "recovered", "", "KL", "same token"):
         table.add_column(column, justify="left" if column in ("run", "") else "right")
     bare = verdict.unpatched
     table.add_row("without the context", "0 %", "", number(bare.mean), f"{bare.top1:.0%}")
@@ -46,12 +51,19 @@ def _recovery_table(verdict: ReusableVerdict) -> Table:
         table.add_row(f"patch × {factor:g}", f"{share:.1%}", _bar(share), "", "")
     for name, c in verdict.controls.items():
         table.add_row(
-            f"control: {name.replace('_', ' ')}", f"{c.share:.1%}", _bar(c.share), number(c.patched.mean),
+            f"{name.replace('_', ' ')} (control)", f"{c.share:.1%}", _bar(c.share), number(c.patched.mean),
             f"{c.patched.top1:.0%}",
         )  # fmt: skip
-    for name, (patch, context) in verdict.elsewhere.items():
-        table.add_row(f"moved on {name}", "", "", f"{number(patch.mean)} ({number(context.mean)} by the context)", "")
     table.add_row("same answers, left alone", f"{verdict.same_answers:.0%}", _bar(verdict.same_answers), "", "")
+    return table
+
+
+def _elsewhere_table(verdict: ReusableVerdict) -> Table:
+    table = Table(title="elsewhere", title_justify="left", caption="KL from the bare model.", caption_justify="left")
+    for column in ("text", "moved by the patch", "by the context"):
+        table.add_column(column, justify="left" if column == "text" else "right")
+    for name, (patch, context) in verdict.elsewhere.items():
+        table.add_row(name, number(patch.mean), number(context.mean))
     return table
 
 
