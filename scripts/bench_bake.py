@@ -47,6 +47,7 @@ WAYS: tuple[Way, ...] = (
     Nothing("none"),
     *(Bake(e.name, "estimator", e.name) for e in ESTIMATORS),
     Bake(f"{DEFAULT}-anchored", "estimator", DEFAULT, anchored=True),
+    Bake(f"{DEFAULT}-sampled", "estimator", DEFAULT, sampled=True),
     Steering("steering vector"),
     TokenAverage("token average"),
     Distillation("distillation"),
@@ -92,7 +93,7 @@ class Bench:
     def row(self, way: Way) -> dict[str, Any]:
         """What one way reaches and what it takes. Keys are documented in docs/json.md."""
         bound, stuff = self.model.bound, self.stuff
-        examples = (*stuff.calibration, *stuff.anchors) if isinstance(way, Bake) and way.anchored else stuff.calibration
+        examples = stuff.learnt_from(way.anchored, way.sampled) if isinstance(way, Bake) else stuff.calibration
         learnt, cost = measured(lambda: way.learn(bound, stuff.frame, examples))
         remarks = dict(learnt.remarks)
         spent = remarks.pop("seconds_solve", cost.seconds)
@@ -106,16 +107,22 @@ class Bench:
             "controls": {name: control.to_json() for name, control in self.controls(way, learnt)},
             **{f"{name}_kl_ratio": ratio for name, ratio in moved.items()},
             "seconds_solve": spent,
-            "seconds_generate": 0.0 if isinstance(way, Nothing) else stuff.seconds,
+            "seconds_generate": self.generated_in(way),
             "peak_bytes": cost.bytes + self.model.bytes,
             "weights_bytes": self.model.bytes,
             **remarks,
         }
 
+    def generated_in(self, way: Way) -> float:
+        """Seconds that the answers took that `way` learns from."""
+        sampled = self.stuff.seconds_sampled if isinstance(way, Bake) and way.sampled else 0.0
+        return 0.0 if isinstance(way, Nothing) else self.stuff.seconds + sampled
+
     def controls(self, way: Way, learnt: Learnt) -> Iterator[tuple[str, Recovery]]:
         """Patches that must not do what this one does. A shuffled context is tried with the default alone."""
         if not isinstance(way, Bake) or learnt.patch is None or way.anchored:
             return
+        examples = self.stuff.learnt_from(way.anchored, way.sampled)
         self.keep(way, learnt.patch)
         yield "other_context", self.judged(self.other(way))
         yield "random", self.judged(random_like(learnt.patch))
@@ -123,7 +130,7 @@ class Bench:
             tokens = shuffled(self.stuff.frame.context, ())
             assert tokens is not None, "a context of several tokens has several orders"
             frame = replace(self.stuff.frame, context=tokens)
-            mixed = way.learn(self.model.bound, frame, self.stuff.calibration).patch
+            mixed = way.learn(self.model.bound, frame, examples).patch
             assert mixed is not None
             yield "shuffled", self.judged(mixed)
 
@@ -137,7 +144,7 @@ class Bench:
         other = replace(self, context=name, stuff=material(self.model, name, self.most))
         path = other.path(way)
         if not path.exists():
-            learnt = way.learn(self.model.bound, other.stuff.frame, other.stuff.calibration)
+            learnt = way.learn(self.model.bound, other.stuff.frame, other.stuff.learnt_from(way.anchored, way.sampled))
             assert learnt.patch is not None
             other.keep(way, learnt.patch)
         return patchfile.load(path)

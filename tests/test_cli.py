@@ -156,12 +156,21 @@ def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_p
     assert list(tmp_path.iterdir()) == ([out] if found["holds"] else [])
 
 
+def test_bake_learns_from_sampled_answers_too(call, folder):
+    tokens = []
+    for answers in (1, 3):
+        _, printed, _ = call("bake", folder, *BAKE, "--answers", answers, "--no-controls", "--json")
+        tokens.append(json.loads(printed)["calibration_tokens"])
+    assert 1.5 * tokens[0] < tokens[1] <= 3 * tokens[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--estimator", "magic"), "two-sites, output, attention, matrix, all"),
         (("--anchors", 99), "not between 0 and 40"),
         (("--penalty", "much"), "neither a number nor auto"),
+        (("--answers", 0), "give at least 1"),
         (("--queries", "one?\ntwo?"), "too few to hold some out"),
         (("--held-out", " "), "one per line"),
     ],

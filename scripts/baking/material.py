@@ -60,10 +60,18 @@ class Material:
     frame: Frame
     calibration: tuple[Example, ...]
     held_out: tuple[Example, ...]
+    sampled: tuple[Example, ...]
+    """Other answers to the calibration questions, sampled at temperature 1."""
     anchors: tuple[Example, ...]
     elsewhere: dict[str, tuple[Example, ...]]
     seconds: float
     """What the answers to the calibration questions took."""
+    seconds_sampled: float
+    """What the sampled ones took."""
+
+    def learnt_from(self, anchored: bool, sampled: bool) -> tuple[Example, ...]:
+        """The greedy answers, and what else joins them."""
+        return (*self.calibration, *(self.anchors if anchored else ()), *(self.sampled if sampled else ()))
 
 
 def material(model: Model, context: str, most: int | None = None) -> Material:
@@ -72,6 +80,7 @@ def material(model: Model, context: str, most: int | None = None) -> Material:
     neutral = json.loads((TEXTS / "neutral.json").read_text())["questions"]
     asked = {
         "calibration": stored["queries"],
+        "sampled": stored["queries"],
         "held_out": stored["held_out"],
         "anchors": neutral[ANCHORS],
         "neutral": neutral[NEUTRAL],
@@ -82,25 +91,33 @@ def material(model: Model, context: str, most: int | None = None) -> Material:
     frame = Frame(laid.kept, laid.context)
     tails, found, spent = iter(laid.tails), {}, {}
     for kind, texts in asked.items():
-        moves = kind in ("calibration", "held_out")
+        moves = kind in ("calibration", "sampled", "held_out")
         part = [next(tails) for _ in texts]
-        found[kind], spent[kind] = _answers(model, frame.full if moves else frame.kept, part, laid, moves)
+        found[kind], spent[kind] = _answers(
+            model, frame.full if moves else frame.kept, part, laid, moves, float(kind == "sampled")
+        )  # fmt: skip
     elsewhere = {kind: found[kind] for kind in ("neutral", "untouched")}
     return Material(
-        frame, found["calibration"], found["held_out"], found["anchors"], elsewhere, spent["calibration"]
+        frame, found["calibration"], found["held_out"], found["sampled"], found["anchors"], elsewhere,
+        spent["calibration"], spent["sampled"],
     )  # fmt: skip
 
 
 def _answers(
-    model: Model, before: Tensor, asked: Sequence[Tensor], laid: Questions, moves: bool
+    model: Model, before: Tensor, asked: Sequence[Tensor], laid: Questions, moves: bool, temperature: float
 ) -> tuple[tuple[Example, ...], float]:
     """Answers and the seconds that they took when they were given."""
     parts = [model.bound.fingerprint, before.tolist(), [q.tolist() for q in asked], TOKENS, laid.stop]
+    parts += [temperature] if temperature else []
     path = WORK / f"answers-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]}.json"
     if not path.exists():
         found: list[Example] = []
         spent = seconds(
-            lambda: found.extend(answered(model.bound, before, asked, tokens=TOKENS, stop=laid.stop, moves=moves))
+            lambda: found.extend(
+                answered(
+                    model.bound, before, asked, tokens=TOKENS, stop=laid.stop, moves=moves, temperature=temperature
+                )
+            )
         )
         rows = [{"tail": e.tail.tolist(), "answer": e.answer} for e in found]
         write(path, json.dumps({"seconds": spent, "examples": rows}))

@@ -71,6 +71,8 @@ class Bake(Way):
     method: str = ""
     anchored: bool = False
     """Whether neutral questions join the solve."""
+    sampled: bool = False
+    """Whether a second answer to each question, a sampled one, joins it."""
 
     def learn(self, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Learnt:
         patch = bake(bound, frame, examples, method=self.method, batch=BATCH).patch
@@ -89,8 +91,8 @@ class Steering(Way):
     def learn(self, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Learnt:
         joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, (OUTPUT,))]
         means = [
-            torch.cat([full.base - reduced.base for full, reduced in stops]).mean(0)
-            for _, stops in visited(joints, pairs_of(bound.model, frame, examples, BATCH))
+            torch.cat([joint.joined(full) - joint.joined(reduced) for full, reduced in stops]).mean(0)
+            for joint, stops in visited(joints, pairs_of(bound.model, frame, examples, BATCH))
         ]
         zero = torch.zeros_like(means[0])
         middle = len(means) // 2

@@ -84,7 +84,7 @@ class OuterJoint(Joint):
 
     def _see_base(self, k: int, value: Tensor) -> None:
         if self.lane is not None and self.delta is None:
-            self.lane.parts[k] = self.lane.pick(value)
+            self.lane.parts[self, k] = self.lane.pick(value)
 
     def _at_map(self, _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         lane = self.lane
@@ -92,9 +92,10 @@ class OuterJoint(Joint):
             return None
         source = first_tensor(args, kwargs)
         if self.delta is None:
-            parts = (r.factor.to(output.device) * lane.parts[k].double() for k, r in enumerate(self.base))
-            base = sum(parts, torch.zeros((), dtype=torch.float64, device=output.device))
-            self.steps.arrive(Stop(self, lane.pick(source), lane.pick(output), base, lane.guard(source)))
+            parts = tuple(lane.parts.pop((self, k)) for k in range(len(self.base)))
+            # Only the run that is edited is asked what the map reads there.
+            rows = lane.pick(source) if lane.edited else source.new_empty(0, source.shape[-1])
+            self.steps.arrive(Stop(self, rows, lane.pick(output), parts, lane.guard(source)))
         if not lane.edited or self.delta is None:
             return None
         return (output + self.delta(source.to(self.delta.B.dtype))).to(output.dtype)
@@ -104,12 +105,17 @@ class OuterJoint(Joint):
             return None
         return (self.norm.unscaled(first_tensor(args, kwargs)) * self.scale).to(output.dtype)
 
+    def joined(self, stop: Stop) -> Tensor:
+        """`(n, d)`, float64: what the branch joins."""
+        parts = (r.factor.to(part.device) * part.double() for r, part in zip(self.base, stop.parts, strict=True))
+        return sum(parts, torch.zeros((), dtype=torch.float64, device=stop.output.device))
+
     def branch(self, full: Stop, reduced: Stop) -> Tensor:
         """`g (n, d)`, float64: what lifts the run without the context to the finished sum of the one with it."""
         given = full.output.double()
         if self.norm is not None:
             given = self.norm.unscaled(given) * self.norm.scale
-        return given + (full.base - reduced.base) / self.alpha.to(given.device)
+        return given + (self.joined(full) - self.joined(reduced)) / self.alpha.to(given.device)
 
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
         g, p = self.branch(full, reduced), reduced.output.double()
@@ -161,7 +167,7 @@ class InnerJoint(Joint):
         z = first_tensor(args, kwargs)
         if self.delta is None:
             rows = lane.pick(z)
-            self.steps.arrive(Stop(self, rows, rows, torch.zeros((), dtype=torch.float64), lane.guard(z)))
+            self.steps.arrive(Stop(self, rows, rows, (), lane.guard(z)))
         if not lane.edited or self.delta is None:
             return None
         moved = (z + self.delta(z.to(self.delta.B.dtype))).to(z.dtype)

@@ -23,11 +23,11 @@ class Stop:
 
     place: object
     source: Tensor
-    """`(n, in)`."""
+    """`(n, in)`; no rows where nobody asks."""
     output: Tensor
     """`(n, out)`."""
-    base: Tensor
-    """`(n, d)`, float64."""
+    parts: tuple[Tensor, ...]
+    """`(n, d)` each: values that add up, times their factors, to what the result joins."""
     guard: Tensor
     """`(k, in)`: inputs of the kept tokens."""
 
@@ -43,7 +43,8 @@ class Lane:
     kept: Tensor
     groups: Tensor
     """`(n,)`: to which example each counting row belongs."""
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[tuple[object, int], Tensor] = field(default_factory=dict)
+    """What a place has seen so far of what its result joins."""
     stop: Stop | None = None
     under_way: Pausable[object] | None = None
 
@@ -66,7 +67,8 @@ class Lockstep:
     def advance(self) -> object | None:
         """Run every lane to its next stop; the place that they stopped at, or None when all are through."""
         for lane in self.lanes:
-            lane.stop = None
+            lane.stop = None  # of all, before one of them fills its next one
+        for lane in self.lanes:
             if lane.under_way is None:
                 lane.under_way = Pausable(lane.forward)
             self.current = lane

@@ -24,7 +24,7 @@ __all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve", "visited"]
 Pair = tuple[Lane, Lane]
 """The same tokens with what is aimed at, and without the context, edited."""
 
-Stops = Sequence[tuple[Stop, Stop]]
+Stops = list[tuple[Stop, Stop]]
 """Where the forwards of each pair stand."""
 
 GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -129,7 +129,11 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
             joint = steps.advance()
             assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
             found = [(full.stop, reduced.stop) for full, reduced in pairs]
-            yield joint, [(full, reduced) for full, reduced in found if full is not None and reduced is not None]
+            stops = [(full, reduced) for full, reduced in found if full is not None and reduced is not None]
+            yield joint, stops
+            # Whoever asked still holds the list: emptied, so that no rows of one place outlive it.
+            stops.clear()
+            found.clear()
 
 
 def _guard(stops: Stops) -> Tensor:

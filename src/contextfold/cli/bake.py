@@ -52,6 +52,9 @@ def bake(
     ] = "two-sites",
     anchors: Annotated[int, typer.Option(help="Built-in questions on which nothing is to change, 0 to 40.")] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 32,
+    answers: Annotated[
+        int, typer.Option(help="Answers per question to learn from: the greedy one, then sampled ones.")
+    ] = 2,
     penalty: Annotated[
         str, typer.Option(help="Of the ridge, relative; auto: questions that are left out decide.")
     ] = "0.01",
@@ -69,8 +72,10 @@ def bake(
     known(estimator)
     if not 0 <= anchors <= ELSEWHERE_FROM:
         raise InputError(f"--anchors {anchors} is not between 0 and {ELSEWHERE_FROM}")
+    if answers < 1:
+        raise InputError(f"--answers {answers} leaves nothing to learn from; give at least 1")
     loaded = load_model(model, dtype)
-    job = _Job(loaded, bind_model(loaded), context, tokens, as_json)
+    job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json)
     learn, judge = job.split(queries, held_out)
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
@@ -107,6 +112,7 @@ class _Job:
     bound: Any
     context: str
     tokens: int
+    per_question: int
     quiet: bool
 
     def lay_out(self, asked: list[str]) -> Any:
@@ -158,7 +164,7 @@ class _Job:
             err.print(f"[dim]goes: {laid.removed!r}\nstays: {laid.example!r}[/]", highlight=False, markup=True)
         frame = _frame(laid)
         n = len(learn)
-        known = self.answers(frame, frame.full, laid.tails[:n], laid.stop)
+        known = self.known(frame, laid.tails[:n], laid.stop)
         judged = self.answers(frame, frame.full, laid.tails[n:], laid.stop)
         general = self.lay_out(list(suites.QUESTIONS)).tails
         held = self.answers(frame, frame.kept, general[:anchors], laid.stop, moves=False)
@@ -171,7 +177,14 @@ class _Job:
         )  # fmt: skip
         return baked, verdict
 
-    def answers(self, frame: Any, before: Any, tails: Any, stop: Any, moves: bool = True) -> tuple[Any, ...]:
+    def known(self, frame: Any, tails: Any, stop: Any) -> tuple[Any, ...]:
+        """What is learnt from: the greedy answer to every question, and then sampled ones."""
+        draws = range(self.per_question)
+        return tuple(e for k in draws for e in self.answers(frame, frame.full, tails, stop, seed=k if k else None))
+
+    def answers(
+        self, frame: Any, before: Any, tails: Any, stop: Any, moves: bool = True, seed: int | None = None
+    ) -> tuple[Any, ...]:
         from contextfold.bake import answered
 
         if not tails:
@@ -182,7 +195,10 @@ class _Job:
                 for _ in range(count):
                     advance(None)
 
-            return answered(self.bound, before, list(tails), tokens=self.tokens, stop=stop, moves=moves, progress=done)
+            return answered(
+                self.bound, before, list(tails), tokens=self.tokens, stop=stop, moves=moves,
+                temperature=0.0 if seed is None else 1.0, seed=seed or 0, progress=done,
+            )  # fmt: skip
 
     def solve(self, what: str, frame: Any, examples: Any, plan: dict[str, Any], store: Path | None = None) -> Any:
         from contextfold.bake import bake, places
