@@ -21,12 +21,13 @@ from contextfold.cli.fold import fold
 from contextfold.cli.generate import generate
 from contextfold.cli.inspect import inspect
 from contextfold.cli.report import report
+from contextfold.cli.reproduce import reproduce
 from contextfold.cli.verify import verify
 from contextfold.errors import ContextfoldError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, bake, export, report, demo)
+COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, bake, export, report, reproduce, demo)
 """Every command, in the order of the help."""
 
 app = typer.Typer(
