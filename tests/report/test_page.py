@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from typing import Any
 
@@ -202,6 +203,16 @@ def test_bad_input_is_one_line_and_nothing_is_written(call, tmp_path, monkeypatc
     assert words in errors
     assert len([line for line in errors.splitlines() if line.strip()]) == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_without_the_extra_the_command_says_what_to_install(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(runs.bake()))
+    code, _, errors = call("report", run, "--out", tmp_path / "r.html")
+    assert code == 2
+    assert "pip install 'contextfold[report]'" in " ".join(errors.split())
+    assert list(tmp_path.iterdir()) == [run]
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path):
