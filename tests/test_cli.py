@@ -121,6 +121,15 @@ def test_bad_input_is_one_line_and_exit_code_2(call, folder, tmp_path, arguments
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_brackets_in_a_message_are_no_markup(call, folder, tmp_path):
+    code, _, errors = call("report", "[/x] [bold].json", "--out", tmp_path / "r.html")
+    assert (code, "[/x] [bold].json" in errors) == (2, True)
+    asked = "one?\ntwo?\nthree?\nfour?\nfive?"
+    code, _, errors = call("bake", folder, "--context", "a [/b] [INST] c", "--queries", asked, "--tokens", 2)
+    assert code in (0, 1)
+    assert "[INST]" in errors.replace(" ", "").replace("\n", "")
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     from contextfold.errors import InputError
 

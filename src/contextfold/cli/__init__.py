@@ -9,6 +9,7 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from contextfold.cli.ablate import ablate
 from contextfold.cli.bake import bake
@@ -55,7 +56,7 @@ def main() -> None:
     except ContextfoldError as error:
         if debug:
             raise
-        err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        err.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         err.print("interrupted; the model and all files are as they were", highlight=False)

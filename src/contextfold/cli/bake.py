@@ -160,8 +160,8 @@ class _Job:
 
         laid = self.lay_out([*learn, *judge])
         if not self.quiet:
-            err.print(f"[dim]{laid.notice}[/]", highlight=False)
-            err.print(f"[dim]goes: {laid.removed!r}\nstays: {laid.example!r}[/]", highlight=False, markup=True)
+            said = f"{laid.notice}\ngoes: {laid.removed!r}\nstays: {laid.example!r}"
+            err.print(said, style="dim", highlight=False, markup=False)
         frame = _frame(laid)
         n = len(learn)
         known = self.known(frame, laid.tails[:n], laid.stop)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from contextfold.errors import ContextfoldError, InputError
@@ -52,7 +53,7 @@ def load_model(name: str, dtype: Dtype) -> Any:
     with waiting(f"loading {name}"):
         loaded = models.load(name, dtype=getattr(torch, dtype.value))
     if loaded.notice:
-        err.print(f"[dim]{loaded.notice}[/]")
+        err.print(f"[dim]{escape(loaded.notice)}[/]")
     return loaded
 
 
