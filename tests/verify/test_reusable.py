@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from contextfold.anatomy import Bound, bind
 from contextfold.bake import Example, Frame, answered, bake
 from contextfold.errors import InputError
 from contextfold.runtime import Run, run
-from contextfold.verify import ReusableVerdict, evaluate
+from contextfold.verify import ReusableVerdict, Spoken, evaluate
 from contextfold.verify.controls import OTHER, RANDOM, SHUFFLED
 
 FRAME = Frame(tiny.tokens(2, seed=3), tiny.tokens(9, seed=4))
@@ -64,6 +66,22 @@ def test_a_patch_is_told_from_its_controls(verdict: ReusableVerdict) -> None:
     patch, context = verdict.elsewhere["elsewhere"]
     assert patch.mean > 0.01
     assert context.mean > 0.01
+
+
+def test_a_scorer_of_ones_own_is_asked_about_every_answer(bound: Bound, examples: tuple[Example, ...]) -> None:
+    patch = bake(bound, FRAME, examples, lam0=1e-4).patch
+    bare = answered(bound, FRAME.kept, QUESTIONS, tokens=3)
+
+    def first(spoken: Spoken, answer: Sequence[int]) -> float:
+        assert spoken.question in {tuple(q.tolist()) for q in QUESTIONS}
+        return float(answer[0])
+
+    verdict = evaluate(bound, patch, FRAME, examples, scorer=first)
+    means = {name: sum(float(e.tail[e.answer]) for e in rows) / 4 for name, rows in (("c", examples), ("b", bare))}
+    assert verdict.scores["in_context"] == means["c"] != means["b"]
+    assert verdict.scores["unpatched"] == means["b"]
+    assert verdict.scores["patched"] == sum(s.patched[0] for s in verdict.spoken) / 4
+    assert verdict.to_json()["scores"] == verdict.scores
 
 
 def test_strengths_run_from_nothing_to_the_patch(verdict: ReusableVerdict) -> None:

@@ -2,7 +2,7 @@
 
 from contextfold.verify.controls import negative_controls, random_like, shuffled
 from contextfold.verify.metrics import Comparison, compare
-from contextfold.verify.reusable import Effect, Recovery, ReusableVerdict, evaluate
+from contextfold.verify.reusable import Effect, Recovery, ReusableVerdict, Scorer, Spoken, evaluate
 from contextfold.verify.sequence import FOLDS, SequenceVerdict, fold_and_prove_sequence, verify_sequence_patch
 from contextfold.verify.step import Step, prove_patch, prove_token, rounding_noise
 from contextfold.verify.suite import Prompt, Settings, continuation, fold_and_prove, verify_patch, verify_prompts
@@ -15,8 +15,10 @@ __all__ = [
     "Prompt",
     "Recovery",
     "ReusableVerdict",
+    "Scorer",
     "SequenceVerdict",
     "Settings",
+    "Spoken",
     "Step",
     "Verdict",
     "compare",

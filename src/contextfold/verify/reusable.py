@@ -23,7 +23,7 @@ from contextfold.runtime import Run, materialised, run
 from contextfold.verify.controls import RANDOM, SHUFFLED, random_like
 from contextfold.verify.receipt import receipt_of
 
-__all__ = ["Effect", "Recovery", "ReusableVerdict", "Spoken", "answer_logits", "compare_answers", "evaluate"]
+__all__ = ["Effect", "Recovery", "ReusableVerdict", "Scorer", "Spoken", "answer_logits", "compare_answers", "evaluate"]
 
 CONTROL_LIMIT = 0.2
 """Share of the effect that a control may bring back before it makes the patch's own share worthless."""
@@ -102,6 +102,10 @@ class Spoken:
     """None where nobody asked."""
 
 
+Scorer = Callable[[Spoken, Sequence[int]], float]
+"""Worth of an answer, given as token ids, to a question; in the scorer's own unit, more is better."""
+
+
 @dataclass(frozen=True)
 class ReusableVerdict:
     """What a baked patch does on questions that it was not made from. Divergences in nats per answer token."""
@@ -118,6 +122,8 @@ class ReusableVerdict:
     """On text that the context has no business with, against the bare model: with the patch, and with the context."""
     strengths: Mapping[float, float]
     """Factor of the patch -> share recovered."""
+    scores: Mapping[str, float]
+    """By the user's own scorer, means over the questions of `in_context`, `patched`, `unpatched`; empty without one."""
     baked: Baked | None
     receipt: Mapping[str, Any]
     remarks: tuple[str, ...] = field(default=())
@@ -194,6 +200,7 @@ class ReusableVerdict:
             "unpatched_top1": self.unpatched.top1,
             **self.patched.to_json(),
             "same_answers": self.same_answers,
+            "scores": dict(self.scores),
             "controls": {name: control.to_json() for name, control in self.controls.items()},
             "elsewhere": {
                 name: {"kl_patched": patch.mean, "kl_context": context.mean, "kl_ratio": patch.mean / u}
@@ -233,6 +240,7 @@ def evaluate(
     elsewhere: Mapping[str, Sequence[Example]] | None = None,
     strengths: Sequence[float] = (),
     stop: Sequence[int] = (),
+    scorer: Scorer | None = None,
     name: str = "",
     method: str = "",
 ) -> ReusableVerdict:
@@ -241,6 +249,7 @@ def evaluate(
     `held_out` are questions with the in-context model's answers, none of which the patch was made from. `controls`
     are patches that must not do what this one does; a random one of equal norm is always among them. `elsewhere`
     names examples with the *bare* model's answers. `stop` ends an answer when the patched model is left alone.
+    `scorer` says what an answer is worth; it is asked about those of the model with the context, patched, and bare.
 
     Raises `InputError` without held-out questions, or when the context does nothing on them.
     """
@@ -258,6 +267,7 @@ def evaluate(
         raise InputError("the context changes nothing on the held-out questions; is it the one that answered them?")
     cases = {"patch": (frame.kept, conditions["patch"]), "context": (frame.full, conditions[""])}
     beside = {n: _effects(bound, frame.kept, cases, examples) for n, examples in (elsewhere or {}).items()}
+    spoken = _spoken(bound, edits, frame, held_out, stop, SHOWN if scorer is None else len(held_out))
     return ReusableVerdict(
         model=name or bound.model_type,
         dtype=bound.dtype,
@@ -265,9 +275,10 @@ def evaluate(
         unpatched=unpatched,
         patched=Recovery.of(effects["patch"], unpatched),
         controls={n: Recovery.of(effects[f"control {n}"], unpatched) for n in others},
-        spoken=_spoken(bound, edits, frame, held_out, stop),
+        spoken=spoken,
         elsewhere={n: (moved["patch"], moved["context"]) for n, moved in beside.items()},
         strengths={f: 1 - effects[f"times {f}"].mean / unpatched.mean for f in strengths},
+        scores={} if scorer is None else _scores(scorer, spoken),
         baked=baked,
         receipt=receipt_of(bound),
     )
@@ -309,15 +320,22 @@ def compare_answers(wanted: Tensor, given: Tensor) -> Answer:
     return max(float(kl), 0.0), int((p.argmax(-1) == q.argmax(-1)).sum()), p.shape[0]
 
 
+def _scores(scorer: Scorer, spoken: Sequence[Spoken]) -> dict[str, float]:
+    """Means over the questions, by who answered."""
+    said = {name: [(s, getattr(s, name)) for s in spoken] for name in ("in_context", "patched", "unpatched")}
+    return {name: statistics.mean(scorer(s, answer) for s, answer in answers) for name, answers in said.items()}
+
+
 def _spoken(
-    bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example], stop: Sequence[int]
+    bound: Bound, patch: Patch, frame: Frame, examples: Sequence[Example], stop: Sequence[int], bare_too: int
 ) -> tuple[Spoken, ...]:
-    """What the patched model answers when it is left alone, beside what the in-context model did."""
+    """What the patched model answers when it is left alone, beside what the in-context model did; the bare one too,
+    to the first `bare_too` questions."""
     tokens = max(e.tail.numel() - e.answer for e in examples)
     asked = [e.question for e in examples]
     with materialised(bound, patch):
         own = answered(bound, frame.kept, asked, tokens=tokens, stop=stop)
-    bare = answered(bound, frame.kept, asked[:SHOWN], tokens=tokens, stop=stop)
+    bare = answered(bound, frame.kept, asked[:bare_too], tokens=tokens, stop=stop)
 
     def ids(example: Example) -> tuple[int, ...]:
         return tuple(example.tail[example.answer :].tolist())
