@@ -155,7 +155,8 @@ def test_a_run_without_rows_says_so():
     for layer in old["layers"]:
         layer.pop("u_counts")
     everything = "".join(Reader(page([chapter(run_of(old), 1)])).texts)
-    assert "This JSON has nothing under 'steps'" in everything
+    assert "an older contextfold wrote it" in everything
+    assert "Size of the patch by layer" in everything
 
 
 def test_what_has_no_shape_gets_one():

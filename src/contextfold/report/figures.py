@@ -17,6 +17,7 @@ __all__ = [
     "edit_norms",
     "gaps",
     "heat_map",
+    "layer_sizes",
     "locality",
     "part_costs",
     "places",
@@ -91,6 +92,15 @@ def residual_error(layers: Sequence[Row]) -> Figure:
         figure, (ax,) = axes()
         _by_layer(ax, layers, "relative_error", 0)
         ax.set_ylabel("relative error")
+    return figure
+
+
+def layer_sizes(layers: Sequence[Row]) -> Figure:
+    """By layer, the largest change of a map relative to the map."""
+    with style():
+        figure, (ax,) = axes()
+        _by_layer(ax, layers, "weight_ratio", 0)
+        ax.set_ylabel("‖dW‖ / ‖W‖")
     return figure
 
 

@@ -55,7 +55,7 @@ def fold_sections(run: Run, name: str) -> list[Section]:
     return [
         _runs(run, name, _fold_rows(found), FOLD_GAPS),
         *asked(found),
-        *([Section("Token by token", "", [_fold_strip(found, steps)])] if steps else [_missing("steps")]),
+        *([Section("Token by token", "", [_fold_strip(found, steps)])] if steps else [_untold()]),
         patch_section(_fold_patch(found, steps, name)),
         Section(
             "What is left",
@@ -81,7 +81,7 @@ def sequence_sections(run: Run, name: str) -> list[Section]:
     return [
         _runs(run, name, _sequence_rows(found), SEQUENCE_GAPS),
         *asked(found),
-        *([Section("Token by token", "", [_sequence_strip(found)])] if known else [_missing("token")]),
+        *([Section("Token by token", "", [_sequence_strip(found)])] if known else [_untold()]),
         patch_section(_sequence_patch(found, name)),
         Section("What is left", "The error of the patched model, block by block and position by position.", left),
         Section(
@@ -99,16 +99,18 @@ def sequence_sections(run: Run, name: str) -> list[Section]:
                 )
             ],
         ),
-        Section("Layers in numbers", "", [_sequence_layers(found)]) if found["layers"] else _missing("layers"),
+        Section("Layers in numbers", "", [_sequence_layers(found)])
+        if found["layers"]
+        else Section("Layers in numbers", parts=[Note("A stored patch does not know how its layers were solved.")]),
         receipt(found),
     ]  # fmt: skip
 
 
-def _missing(key: str) -> Section:
+def _untold() -> Section:
     return Section(
-        "Not in this file",
-        parts=[Note(f"This JSON has nothing under {key!r}, so there is less to show. Commands print it since this "
-                    "report exists; of a stored patch some of it is not known.")],
+        "Token by token",
+        parts=[Note("This file has no rows about tokens: an older contextfold wrote it. Run its command again to see "
+                    "the text, the choices and the sizes token by token.")],
     )  # fmt: skip
 
 
@@ -231,7 +233,7 @@ def _fold_patch(found: Row, steps: Sequence[Row], name: str) -> list[Part]:
                        "A patch is made for every token afresh. Colour: its largest change of a map, relative to the "
                        "map; lighter is larger.", breaks)
         )  # fmt: skip
-    return parts + spectra_parts(found.get("spectra") or [], name)
+    return parts + (spectra_parts(found.get("spectra") or [], name) or ([] if parts else _sizes(found, name)))
 
 
 def _sequence_patch(found: Row, name: str) -> list[Part]:
@@ -245,7 +247,23 @@ def _sequence_patch(found: Row, name: str) -> list[Part]:
                        "Colour: what the patch adds to the output of the map at this position, relative to the output "
                        "without it; lighter is more.")
         )  # fmt: skip
-    return parts + spectra_parts(found.get("spectra") or [], name)
+    return parts + (spectra_parts(found.get("spectra") or [], name) or ([] if parts else _sizes(found, name)))
+
+
+def _sizes(found: Row, name: str) -> list[Part]:
+    """By layer alone, where nothing finer is known."""
+    layers = found["layers"]
+    if not layers:
+        return []
+    rows = [(str(row["layer"]), number(found, f"layers/{k}/weight_ratio")) for k, row in enumerate(layers)]
+    return [
+        drawing(
+            f"{name}-layers", figures.layer_sizes(layers), "Size of the patch by layer",
+            "Largest change of a map, relative to the map, of the token that needs most.",
+            f"Size of the patch at {len(layers)} layers.",
+            table=Table("In numbers", ("layer", "‖dW‖/‖W‖"), rows),
+        )
+    ]  # fmt: skip
 
 
 def _residual(found: Row, name: str) -> Part:

@@ -237,7 +237,7 @@ def _recovery(found: Row, name: str) -> Section:
             ),
             Table(
                 "The same in numbers",
-                ("run", "recovered", "95 % from", "to", "KL, nats per token", "same first token"), rows, open=True,
+                ("run", "recovered", "95 % from", "to", "KL, nats", "same token"), rows, open=True,
             ),
         ],
     )  # fmt: skip
