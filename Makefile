@@ -58,7 +58,7 @@ exports: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/exports.py
 
 # Adapters in the servers that they are for, each in an environment of its own: vLLM wants an older transformers, and
-# llama-cpp-python compiles for many minutes. The first run installs about 2 GB.
+# brings about 2 GB. xllamacpp is llama.cpp compiled, with its server as an object.
 WORK := build/interop
 SERVED := VLLM_CPU_KVCACHE_SPACE=1 VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=3600 HF_HUB_OFFLINE=1 \
 	.venv-interop/bin/python scripts/interop.py
@@ -89,7 +89,7 @@ interop-eval: .venv-eval/.installed
 
 .venv-llama/.installed:
 	$(PYTHON) -m venv .venv-llama
-	.venv-llama/bin/pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
+	.venv-llama/bin/pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
 	touch $@
 
 .venv-eval/.installed: pyproject.toml constraints.txt

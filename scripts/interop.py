@@ -7,7 +7,7 @@ log-probabilities, differs from the base, and an adapter that the server ignores
     python scripts/interop.py make WORK              # the environment of this package
     python scripts/interop.py vllm WORK              # one with vllm
     python scripts/interop.py rival WORK             # the same: prompt in the prefix cache against adapter
-    python scripts/interop.py llama WORK             # one with llama-cpp-python
+    python scripts/interop.py llama WORK             # one with xllamacpp
     python scripts/interop.py compare WORK           # the environment of this package
 """
 
@@ -244,34 +244,34 @@ def rival(work: Path) -> None:
 
 def llama(work: Path) -> None:
     """The model's own GGUF file, and the same dequantised, with and without each adapter, along our own answers."""
-    import llama_cpp
+    import xllamacpp
 
     asked = json.loads((work / "ask.json").read_text())
     answers: dict[str, Any] = {}
     for base in ("float32", "quantised"):
         for name in ("base", *asked["adapters"]):
-            lora = None if name == "base" else str(work / f"{name}-gguf" / "adapter.gguf")
-            model = llama_cpp.Llama(
-                str(work / f"{base}.gguf"), lora_path=lora, logits_all=True, n_ctx=256, n_threads=1, verbose=False
-            )
+            settings = xllamacpp.CommonParams()
+            settings.model.path = str(work / f"{base}.gguf")
+            settings.n_ctx, settings.cpuparams.n_threads, settings.warmup = 256, 1, False
+            # Keys and values as they are: half precision would be the largest error of all.
+            settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            if name != "base":
+                adapter = xllamacpp.CommonAdapterLoraInfo(str(work / f"{name}-gguf" / "adapter.gguf"), 1.0)
+                settings.lora_adapters = [adapter]
+            server = xllamacpp.Server(settings)
             along = zip(asked["prompts"], asked["forced"][name], strict=True)
-            answers[f"{base}/{name}"] = [_forced(model, ids, answer) for ids, answer in along]
-    _write(work / "llama.json", {"version": _version("llama-cpp-python"), "answers": answers})
+            answers[f"{base}/{name}"] = [_forced(server, ids, answer) for ids, answer in along]
+    _write(work / "llama.json", {"version": _version("xllamacpp"), "answers": answers})
 
 
-def _forced(model: Any, ids: list[int], answer: list[int]) -> list[dict[str, Any]]:
-    import numpy as np
-
-    model.reset()
-    model.eval([*ids, *answer[:-1]])
-    scores = np.array(model.scores[len(ids) - 1 : len(ids) + len(answer) - 1], dtype=np.float64)
-    scores -= scores.max(1, keepdims=True)
-    nats = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-    best = np.argsort(nats, axis=1)[:, -4 * TOP :]
-    return [
-        {"token": int(row.argmax()), "nats": {str(k): float(row[k]) for k in choices}}
-        for row, choices in zip(nats, best, strict=True)
-    ]
+def _forced(server: Any, ids: list[int], answer: list[int]) -> list[dict[str, Any]]:
+    """What llama.cpp says after each beginning of our answer: its first choice, and log-probabilities in nats."""
+    steps = []
+    for k in range(len(answer)):
+        question = {"prompt": [*ids, *answer[:k]], "max_tokens": 1, "temperature": 0.0, "logprobs": 4 * TOP}
+        first = server.handle_completions(question)["choices"][0]["logprobs"]["content"][0]
+        steps.append({"token": first["id"], "nats": {str(t["id"]): t["logprob"] for t in first["top_logprobs"]}})
+    return steps
 
 
 # --- together ---------------------------------------------------------------------------------------------------
