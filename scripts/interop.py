@@ -279,7 +279,7 @@ def _forced(server: Any, ids: list[int], answer: list[int]) -> list[dict[str, An
 
 def compare(work: Path) -> None:
     """Theirs against ours; fails unless all is as it should be."""
-    from contextfold.fold.header import versions
+    from contextfold.versions import versions
 
     ours = json.loads((work / "ours.json").read_text())
     found: dict[str, Any] = {"model": MODEL, "dtype": "float32", "versions": versions(), "servers": {}}
