@@ -2,19 +2,23 @@
 
 python scripts/sequences.py families [TYPE ...]  # every type, 1, 4 and 16 positions: docs/measured/sequences.json
 python scripts/sequences.py recompress           # what dropped singular values cost: docs/measured/recompress.json
-python scripts/sequences.py cost [MODEL] [N ...] # against two forwards, time, memory: docs/measured/sequence-cost.json
+python scripts/sequences.py cost [MODEL] [N ...] # against two forwards: docs/measured/sequence-cost.json
+python scripts/sequences.py memory               # at its peak, each in a process: docs/measured/sequence-memory.json
+python scripts/sequences.py peak MODEL N         # one of these, in this process: bytes above the model, JSON
 python scripts/sequences.py table                # these, and those of measured.py, as in docs/numerics.md
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,12 +41,25 @@ from contextfold.fold import fold_sequence, rowsites, split  # noqa: E402
 from contextfold.rules import JointPostNorm  # noqa: E402
 from contextfold.runtime import materialised, run  # noqa: E402
 from sequences import POSITIONS, measure_sequences  # noqa: E402
+from storage import expected_peak  # noqa: E402
 
 TOLERANCES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
 """Relative Frobenius errors of every matrix edit."""
 
 CONTEXT = 200
-LENGTHS = {"smollm2": (32, 64, 128, 256, 512, 1024), "gemma3-270m": (32, 64, 128, 256, 512)}
+LENGTHS: dict[str, tuple[int, ...]] = {
+    "smollm2": (32, 64, 128, 256, 512, 1024), "gemma3-270m": (32, 64, 128, 256, 512),
+    **{f"random-8-{width}": (256,) for width in (256, 512, 1024)},
+}  # fmt: skip
+"""Numbers of positions; the random models are called by layers and width, and show how the solves grow with it."""
+
+PEAKS = (
+    *(("smollm2", n) for n in (64, 256, 512)), *(("gemma3-270m", n) for n in (64, 256)),
+    *((f"random-{size}", 256) for size in ("4-512", "8-512", "16-512", "8-256", "8-1024", "4-1024")),
+    *(("random-8-512", n) for n in (64, 128, 512)),
+)  # fmt: skip
+"""Models and numbers of positions."""
+
 RUNS, LONG = 3, 256
 """From so many positions on a fold takes long enough to be measured once."""
 
@@ -138,21 +155,23 @@ def cost(chosen: list[str]) -> None:
         for n in lengths or LENGTHS[name]:
             found[name, n] = {"model": name, "context": CONTEXT, "positions": n, **_cost(bound_model(name), n)}
             print(found[name, n], flush=True)  # noqa: T201
-            rows = [found[key] for key in sorted(found, key=lambda key: (-len(LENGTHS[key[0]]), key))]
+            order = list(LENGTHS)
+            rows = [found[key] for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))]
             path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
 def _cost(bound: Bound, n: int) -> dict[str, Any]:
-    """Two forwards and a fold alternate in one process; the solves are timed inside the fold. All in processor time."""
+    """Two forwards and a fold alternate in one process; the solves are timed inside the fold. All in processor time.
+
+    The forward with the context gives logits at all query positions, as the fold does: a vocabulary is wide.
+    """
     context, query = random_ids(bound, CONTEXT), random_ids(bound, n)
     parts = split(bound, context, query)
     fold_sequence(bound, context, query[:8])  # warms up, and takes the fingerprint
     runs = []
-    reset_peak()
-    before = peak_bytes()
     for _ in range(RUNS if n < LONG else 1):
         started = time.process_time()
-        run(bound.model, parts.full)
+        run(bound.model, parts.full, last=n)
         run(bound.model, parts.reduced)
         forwards = time.process_time() - started
         started = time.process_time()
@@ -166,14 +185,45 @@ def _cost(bound: Bound, n: int) -> dict[str, Any]:
         "from": min(ratios), "to": max(ratios),
         "solves_over_forwards": statistics.median(solved / forwards for forwards, solved, _ in runs),
         "solve_seconds_per_layer": statistics.median(solved for _, solved, _ in runs) / len(bound.blocks),
-        "extra_peak_bytes": peak_bytes() - before, "patch_bytes": folded.patch.nbytes,
+        "patch_bytes": folded.patch.nbytes,
         "outcomes": sorted({layer.outcome for layer in folded.layers}),
     }  # fmt: skip
 
 
+def memory() -> None:
+    """Resident bytes at the peak, beside the formula. Freed pieces of memory go back at once, so none counts twice."""
+    rows = []
+    for name, n in PEAKS:
+        command = [sys.executable, __file__, "peak", name, str(n)]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+        rows.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True).stdout))
+        print(rows[-1], flush=True)  # noqa: T201
+        result = {"torch": torch.__version__, "rows": rows}
+        (FOLDER / "sequence-memory.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def peak(name: str, n: int) -> dict[str, Any]:
+    """Of one fold in this process; what loading, binding and a first fold took is not counted."""
+    bound = bound_model(name)
+    context, query = random_ids(bound, CONTEXT), random_ids(bound, n)
+    fold_sequence(bound, context, query[:8])
+    reset_peak()
+    before = peak_bytes()
+    folded = fold_sequence(bound, context, query)
+    found = peak_bytes() - before
+    d, f = bound.blocks[0].output_maps[0].weight.shape
+    sizes = {"L": len(bound.blocks), "d": d, "f": f, "V": folded.in_context.shape[1]}
+    expected = expected_peak(n=n + 1, c=CONTEXT, **sizes)
+    logits = folded.in_context.numel() * folded.in_context.element_size()
+    return {
+        "model": name, "positions": n, "context": CONTEXT, **sizes, "peak_bytes": found, "expected_bytes": expected,
+        "ratio": found / expected, "patch_bytes": folded.patch.nbytes, "logit_bytes": logits,
+    }  # fmt: skip
+
+
 def table() -> str:
-    """Markdown: one patch for a sequence, recompression, cost."""
-    parts = (_sequence_lines(), _recompress_lines(), _cost_lines())
+    """Markdown: one patch for a sequence, recompression, cost, memory."""
+    parts = (_sequence_lines(), _recompress_lines(), _cost_lines(), _memory_lines())
     return "\n".join(line for lines in parts for line in [*lines, ""])
 
 
@@ -206,17 +256,46 @@ def _recompress_lines() -> Iterator[str]:
 
 
 def _cost_lines() -> Iterator[str]:
-    yield (
-        "| model | positions | clock | fold / (two forwards + solves) | solves / two forwards | solves, s per layer | "
-        "patch, MB |"
-    )
-    yield "|---|---|---|---|---|---|---|"
-    for row in json.loads((FOLDER / "sequence-cost.json").read_text())["rows"]:
+    yield "| model | positions | fold / (two forwards + solves) | solves / two forwards | solves, s per layer |"
+    yield "|---|---|---|---|---|"
+    rows = json.loads((FOLDER / "sequence-cost.json").read_text())["rows"]
+    for row in rows:
         yield (
-            f"| {row['model']} | {row['positions']} | {row['clock']} | {row['fold_over_forwards_and_solves']:.2f} | "
-            f"{row['solves_over_forwards']:.2f} | {row['solve_seconds_per_layer']:.3f} | "
-            f"{row['patch_bytes'] / 1e6:.0f} |"
+            f"| {row['model']} | {row['positions']} | {row['fold_over_forwards_and_solves']:.2f} | "
+            f"{row['solves_over_forwards']:.2f} | {row['solve_seconds_per_layer']:.3f} |"
         )
+    yield ""
+    for name, lengths in LENGTHS.items():
+        points = [(row["positions"], row["solve_seconds_per_layer"]) for row in rows if row["model"] == name]
+        if len(lengths) > 1:
+            low, high = points[0], points[-1]
+            yield (
+                f"{name}: solves grow as n to the {_slope(points):.2f}, fitted from {low[0]} to {high[0]} positions; "
+                f"to the {_slope(points[-3:]):.2f} over the last three."
+            )
+    wide = [
+        (int(row["model"].split("-")[2]), row["solve_seconds_per_layer"]) for row in rows if "random" in row["model"]
+    ]
+    yield f"random: as d to the {_slope(wide):.2f}, from {wide[0][0]} to {wide[-1][0]}, with f = 3 d."
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    """Of `log y` over `log x`, least squares."""
+    x, y = (torch.tensor([math.log(point[k]) for point in points]) for k in (0, 1))
+    x, y = x - x.mean(), y - y.mean()
+    return float(x @ y / (x @ x))
+
+
+def _memory_lines() -> Iterator[str]:
+    yield "| model | L | d | f | V | positions | peak, MB | formula, MB | ratio | patch, MB | logits, MB |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for row in json.loads((FOLDER / "sequence-memory.json").read_text())["rows"]:
+        sizes = " | ".join(str(row[name]) for name in ("L", "d", "f", "V", "positions"))
+        name = "random" if row["model"].startswith("random") else row["model"]
+        found, expected, patch_, logits = (
+            f"{row[f'{part}_bytes'] / 1e6:.0f}" for part in ("peak", "expected", "patch", "logit")
+        )
+        yield f"| {name} | {sizes} | {found} | {expected} | {row['ratio']:.2f} | {patch_} | {logits} |"
 
 
 def main() -> None:
@@ -228,6 +307,10 @@ def main() -> None:
             recompress()
         case ["cost", *names]:
             cost(names)
+        case ["memory"]:
+            memory()
+        case ["peak", name, n]:
+            sys.stdout.write(json.dumps(peak(name, int(n))) + "\n")
         case ["table"]:
             sys.stdout.write(table())
         case _:

@@ -1,4 +1,4 @@
-"""How many bytes of tensors live at once, counted from outside."""
+"""How many bytes of tensors live at once, counted from outside, and how many a fold of a sequence should take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def expected_peak(*, n: int, c: int, f: int, d: int, L: int, V: int) -> int:
+    """Bytes above the model that `fold_sequence` takes at its peak: the formula of `docs/numerics.md`.
+
+    For `n` solved positions, at most d, behind `c` context tokens, in float32, at sites `output`, where no norm follows
+    the MLP. Numbers of a solve have eight bytes, those of a forward, of a patch and of logits four.
+    """
+    patch = 4 * L * n * (d + f)
+    solve = 32 * n * f + 80 * n * d + 16 * n * n + 12 * (c + n) * d
+    return patch + max(solve, 4 * d * f, 4 * n * V)
 
 
 class Peak(TorchDispatchMode):
