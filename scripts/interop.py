@@ -45,6 +45,12 @@ CONTEXTS = {
 PROMPTS = ("Water boils at a temperature of", "Once upon a time")
 """Asked of every adapter besides these texts."""
 
+BAKED = "innkeeper"
+INNKEEPER = "You are an innkeeper of long ago. You call every guest a weary traveller and always offer stew."
+LEARNT = ("Who are you?", "What is the weather like?", "Can you help me?", "What is two plus two?", "Where is Paris?")
+UNSEEN = "What should I do today?"
+"""A third adapter, baked: its context, what it learns from, and a question that it has not seen."""
+
 LENGTHS = (512, 2048, 8064)
 """Context tokens of the rival; the model's window of 8192 must hold the question and the answer too."""
 
@@ -53,7 +59,7 @@ LENGTHS = (512, 2048, 8064)
 
 
 def make(work: Path) -> None:
-    """The base model, two folded adapters, one that is bound to be ignored, and our own answers."""
+    """The base model, two folded adapters, a baked one, one that is bound to be ignored, and our own answers."""
     import torch
 
     import contextfold as cf
@@ -74,21 +80,36 @@ def make(work: Path) -> None:
         folds[name] = fold_sequence(bound, ids.context, ids.query, sites=sites, positions="renumbered")
     asked = [folded.split.reduced.ids.tolist() for folded in folds.values()]
     asked += [prompts.encode_text(loaded.tokenizer, text).tolist() for text in PROMPTS]
+    baked, question = _baked(bound, loaded.tokenizer)
+    patches = {name: folded.patch for name, folded in folds.items()} | {BAKED: baked}
+    asked.append(question)
     ours: dict[str, Any] = {"base": _answers(loaded.model, asked)}
     proofs = {}
-    for index, (name, folded) in enumerate(folds.items()):
+    for name, patch in patches.items():
         for exporter, folder in ((PeftFolder(True, "auto"), name), (GgufAdapter(), f"{name}-gguf")):
-            proof = export(Source(bound, folded.patch, name="base"), exporter, work / folder)
+            proof = export(Source(bound, patch, name="base"), exporter, work / folder)
             assert proof.proven, proof.sentence()
             proofs[folder] = proof.to_json()
-        with cf.applied(bound, folded.patch) as model:
+        with cf.applied(bound, patch) as model:
             ours[name] = _answers(model, asked)
+    for index, (name, folded) in enumerate(folds.items()):
         assert ours[name][index][0]["token"] == int(folded.in_context[-1].argmax()) != ours["base"][index][0]["token"]
     _ignored(work / "keeper", work / "ignored")
     forced = {name: [[step["token"] for step in steps] for steps in answers] for name, answers in ours.items()}
-    _write(work / "ask.json", {"prompts": asked, "adapters": list(CONTEXTS), "forced": forced})
+    _write(work / "ask.json", {"prompts": asked, "adapters": list(patches), "forced": forced})
     _ggufs(work)
     _write(work / "ours.json", {"answers": ours, "proofs": proofs})
+
+
+def _baked(bound: Any, tokenizer: Any) -> tuple[Any, list[int]]:
+    """A baked patch, and the tokens of a question as its user asks it."""
+    from contextfold.bake import Frame, answered, bake
+    from contextfold.questions import questions
+
+    laid = questions(tokenizer, INNKEEPER, [*LEARNT, UNSEEN])
+    frame = Frame(laid.kept, laid.context)
+    examples = answered(bound, frame.full, laid.tails[:-1], tokens=16, stop=laid.stop)
+    return bake(bound, frame, examples, tol=0.02).patch, [*laid.kept.tolist(), *laid.tails[-1].tolist()]
 
 
 def _answers(model: Any, asked: list[list[int]]) -> list[list[dict[str, Any]]]:
