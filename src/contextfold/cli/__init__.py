@@ -23,12 +23,15 @@ from contextfold.cli.generate import generate
 from contextfold.cli.inspect import inspect
 from contextfold.cli.report import report
 from contextfold.cli.reproduce import reproduce
+from contextfold.cli.sweep import sweep
 from contextfold.cli.verify import verify
 from contextfold.errors import ContextfoldError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, bake, export, report, reproduce, demo)
+INTERRUPTED = 130
+
+COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, bake, sweep, export, report, reproduce, demo)
 """Every command, in the order of the help."""
 
 app = typer.Typer(
@@ -58,6 +61,7 @@ def main() -> None:
             raise
         err.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        err.print("interrupted; the model and all files are as they were", highlight=False)
-        raise SystemExit(130) from None
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer ends so, without a word, when it is interrupted
+            err.print("interrupted; the model and all files are as they were", highlight=False)
+        raise
