@@ -165,6 +165,16 @@ def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_p
     assert list(tmp_path.iterdir()) == ([out] if found["holds"] else [])
 
 
+def test_an_interrupted_command_says_so(call, folder, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("contextfold.verify.fold_and_prove", interrupt)
+    code, printed, errors = call("fold", folder, "--context", CONTEXT, "--query", QUERY)
+    assert (code, printed) == (130, "")
+    assert "interrupted; the model and all files are as they were" in errors
+
+
 def test_bake_learns_from_sampled_answers_too(call, folder):
     tokens = []
     for answers in (1, 3):
