@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.sweep.conftest import QUESTIONS, write
@@ -35,6 +36,21 @@ def test_a_file_is_the_product_of_its_lists(place, model):
     asked = {j.context: (j.options["queries"], j.options["held_out"]) for j in jobs if j.kind == "bake"}
     assert asked["one"] == (["what is q", "what is r", "what is s"], ["what is p", "what is t"])  # every fourth
     assert asked["two"] == (["p"], ["q", "r"])
+
+
+def test_the_example_of_the_page_is_what_the_page_says(place, model):
+    page = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf-8")
+    text = page.split("```yaml\n")[1].split("```")[0]
+    (place / "again").symlink_to(model)
+    (place / "handbook.txt").write_text("who may order what")
+    (place / "about-the-handbook.txt").write_text("who?\nwhat?\n")
+    (place / "questions.txt").write_text("\n".join(QUESTIONS))
+    (place / "jobs.yaml").write_text(text.replace("[smollm2, ./my-model]", "[model, ./again]"))
+    jobs = read_jobs(place / "jobs.yaml")
+    assert f"= {len(jobs)} jobs" in page
+    assert {job.options["held_out"][0] for job in jobs if job.context == "handbook" and job.kind == "bake"} == {
+        "Who signs a purchase order?"
+    }
 
 
 def test_paths_start_at_the_file(place, monkeypatch):

@@ -44,6 +44,9 @@ def test_rows_are_what_the_single_commands_say(place, call):
     rows = parquet.read_table(out).to_pylist()
     assert rows == found["rows"]
     assert list(rows[0]) == list(COLUMNS)
+    section = (PAGE.parent / "json.md").read_text(encoding="utf-8").split("## `sweep`")[1].split("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == set(found)
     asked = ("--queries", "\n".join(QUESTIONS), "--held-out", "what is v\nwhat is w", "--tokens", 2, "--anchors", 3)
     model = str(place / "model")
     for row in rows[:2]:
