@@ -227,13 +227,12 @@ def test_the_command_runs_resumes_and_writes_what_it_prints(call, folder, tmp_pa
     assert found == json.loads((tmp_path / "out.json").read_text())
     assert found["quick"] is True
     assert found["rows"]
-    published = {row["figure"]: row["published"] for row in found["rows"] if row["published"] is not None}
-    section = "history forced to the baseline: same first token, %"
-    assert published[f"bfloat16, {section}: exact update (theorem), weights written"] == 87.5
-    assert published[f"bfloat16, {section}: stable update (appendix), weights written"] == 100.0
-    assert published[f"float32, {section}: exact update (theorem), weights written"] == 100.0
+    published = {(row["section"].split(",")[0], row["figure"]): row["published"] for row in found["rows"][::-1]}
+    assert published["bfloat16", "exact update (theorem), weights written"] == 87.5
+    assert published["bfloat16", "stable update (appendix), weights written"] == 100.0
+    assert published["float32", "exact update (theorem), weights written"] == 100.0
     for row in found["rows"]:
-        assert set(row) == {"figure", "published", "ours", "difference", "note"}
+        assert set(row) == {"section", "figure", "published", "ours", "difference", "note"}
         if row["published"] is not None:
             assert row["difference"] == pytest.approx(row["ours"] - row["published"])
     assert not any(part["resumed"] for part in found["parts"])

@@ -108,7 +108,7 @@ def test_the_command_says_what_the_model_cannot_do(call, folder, tmp_path):
     )  # fmt: skip
     assert code == 0
     found = json.loads(printed)
-    rows = {row["figure"]: row for row in found["rows"]}
+    rows = {(row["section"], row["figure"]): row for row in found["rows"]}
     assert len(rows) == len(found["rows"]) == 6
     for row in rows.values():
         assert row["ours"] is None

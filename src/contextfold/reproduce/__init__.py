@@ -7,13 +7,25 @@ results are read. `reproduce` runs them, and goes on where it was stopped.
 from __future__ import annotations
 
 from contextfold.errors import InputError
-from contextfold.reproduce import arxiv_2507_16003, arxiv_2510_08734, arxiv_2511_17864, arxiv_2512_11255
+from contextfold.reproduce import (
+    arxiv_2507_16003,
+    arxiv_2510_08734,
+    arxiv_2511_17864,
+    arxiv_2512_11255,
+    arxiv_2609_39329,
+)
 from contextfold.reproduce.engine import Bench, Outcome, Paper, Part, reproduce, write_json
 from contextfold.reproduce.row import Missing, Row
 
 __all__ = ["PAPERS", "Bench", "Missing", "Outcome", "Paper", "Part", "Row", "paper_named", "reproduce", "write_json"]
 
-PAPERS = (arxiv_2511_17864.PAPER, arxiv_2507_16003.PAPER, arxiv_2512_11255.PAPER, arxiv_2510_08734.PAPER)
+PAPERS = (
+    arxiv_2511_17864.PAPER,
+    arxiv_2507_16003.PAPER,
+    arxiv_2512_11255.PAPER,
+    arxiv_2510_08734.PAPER,
+    arxiv_2609_39329.PAPER,
+)
 """Every paper, the main one first."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,11 +116,17 @@ class Work:
         return self.folder / f"{name}-{key[:16]}.json"
 
 
+COLUMN = re.compile(r'\[[^\[\]{}"]*\]')
+"""A list in JSON that holds neither texts nor other lists."""
+
+
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
     """Write beside the target and rename. Raises `InputError` when it cannot be written."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(payload, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps(payload, indent=1, ensure_ascii=False, allow_nan=False)
+        # Columns of numbers stay on one line each.
+        part.write_text(COLUMN.sub(lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n")
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -156,6 +163,18 @@ class Outcome:
         }
 
 
+DIGITS = 6
+"""Significant digits of the details that are written out; what is kept in the folder has all of them."""
+
+
+def _rounded(found: Any) -> Any:
+    if isinstance(found, float):
+        return float(f"{found:.{DIGITS}g}")
+    if isinstance(found, Mapping):
+        return {name: _rounded(value) for name, value in found.items()}
+    return [_rounded(value) for value in found] if isinstance(found, list | tuple) else found
+
+
 def reproduce(
     paper: Paper,
     bench: Bench,
@@ -189,6 +208,8 @@ def reproduce(
         log[-1] |= {name: entry[name] for name in ("seconds", "processor_seconds")}
         done += part.units
     progress("", total, total)
+    # Rounded before they are read, so that rows follow from the details that stand beside them.
+    results = {name: _rounded(found) for name, found in results.items()}
     return Outcome(paper, bench.name, quick, paper.rows(results), results, log, receipt)
 
 

@@ -12,7 +12,9 @@ __all__ = ["Missing", "Row", "percent", "spread"]
 
 @dataclass(frozen=True)
 class Row:
-    """`published` and `ours` are numbers in the unit that `section` or `figure` names, or words; None for none."""
+    """`published` and `ours` are numbers in the unit that `section` or `figure` names, or words; None for none.
+
+    `section` says what is compared, `figure` of which run."""
 
     section: str
     figure: str
@@ -30,7 +32,8 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "figure": f"{self.section}: {self.figure}",
+            "section": self.section,
+            "figure": self.figure,
             "published": self.published,
             "ours": self.ours,
             "difference": self.difference,
