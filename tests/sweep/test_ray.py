@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import threading
@@ -32,8 +33,8 @@ def workers():
     ray.shutdown()
 
 
-def figures(outcome):
-    return [{key: value for key, value in row.items() if key not in CLOCK} for row in outcome.rows]
+def figures(rows):
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
 
 
 def processes():
@@ -57,7 +58,7 @@ def test_ray_gives_the_rows_of_one_process(place, model, workers, monkeypatch):
     jobs = read_jobs(path)
     apart = sweep(jobs, place / "ray", address="local", workers=workers)
     alone = sweep(jobs, place / "here")
-    assert figures(apart) == figures(alone)
+    assert figures(apart.rows) == figures(alone.rows)
     assert (len(apart.rows), apart.workers, apart.lost) == (len(jobs), 2, 0)
     assert len(apart.failed) == len(alone.failed) > 0
     assert sweep(jobs, place / "ray", address="local").ran == len(apart.failed)
@@ -65,8 +66,9 @@ def test_ray_gives_the_rows_of_one_process(place, model, workers, monkeypatch):
 
 @pytest.mark.ray
 @pytest.mark.skipif(not HERE, reason="Ray is not installed; `make sweep-ray` has it")
-def test_a_worker_killed_half_way_loses_no_job_and_doubles_none(place, workers):
-    jobs = read_jobs(write(place, fold={"queries": [f" q{i}" for i in range(24)]}))
+def test_a_worker_killed_half_way_loses_no_job_and_doubles_none(place, workers, call):
+    path = write(place, fold={"queries": [f" q{i}" for i in range(24)]})
+    work = place / "r.parquet.work"
     killed: list[int] = []
     done = threading.Event()
 
@@ -74,23 +76,24 @@ def test_a_worker_killed_half_way_loses_no_job_and_doubles_none(place, workers):
         while len(killed) < 2 and not done.wait(0.05):
             fresh = [pid for pid in processes() if pid not in killed]
             # Only once it is at work, and never two at a time.
-            if fresh and len(list((place / "work").glob("job-*.json"))) >= 4 * (len(killed) + 1):
+            if fresh and len(list(work.glob("job-*.json"))) >= 4 * (len(killed) + 1):
                 os.kill(fresh[0], signal.SIGKILL)
                 killed.append(fresh[0])
 
     thread = threading.Thread(target=kill)
     thread.start()
     try:
-        outcome = sweep(jobs, place / "work", address="local", workers=workers)
+        code, printed, _ = call(
+            "sweep", path, "--out", place / "r.parquet", "--ray", "local", "--workers", workers, "--json"
+        )
     finally:
         done.set()
         thread.join()
-    assert len(killed) == 2
-    assert outcome.lost >= 1
-    assert [row["job"] for row in outcome.rows] == [job.digest for job in jobs]
-    assert figures(outcome) == figures(sweep(jobs, place / "here"))
-    assert outcome.failed == []
-    assert len(list((place / "work").glob("job-*.json"))) == 24
+    found = json.loads(printed)  # Ray's own words about the dead are not in it
+    assert (code, len(killed), found["workers"], found["failed"]) == (0, 2, 2, 0)
+    assert found["workers_lost"] >= 1
+    assert figures(found["rows"]) == figures(sweep(read_jobs(path), place / "here").rows)
+    assert len(list(work.glob("job-*.json"))) == 24
 
 
 @pytest.mark.skipif(HERE, reason="Ray is installed")

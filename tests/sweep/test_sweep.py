@@ -141,6 +141,19 @@ def test_a_model_that_cannot_be_loaded_fails_its_own_jobs(place):
     assert (rows[1]["error"], rows[1]["holds"]) == (None, True)
 
 
+def test_the_json_stands_alone_on_stdout(place, call, monkeypatch):
+    run = engine.Worker.run
+
+    def chatty(self, job, digest):
+        print("a word from elsewhere")  # noqa: T201
+        return run(self, job, digest)
+
+    monkeypatch.setattr(engine.Worker, "run", chatty)
+    _, printed, errors = call("sweep", write(place), "--out", place / "r.parquet", "--json")
+    assert json.loads(printed)["ran"] == 1
+    assert "a word from elsewhere" in errors
+
+
 def test_collecting_runs_nothing(place, call, ran):
     path, out = write(place, fold={"queries": [" ijk", " lmn"]}), place / "r.parquet"
     sweep(read_jobs(path)[:1], place / "r.parquet.work")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +43,9 @@ def sweep(
             for _ in range(count):
                 advance(None)
 
-        outcome = run(asked, folder, address=ray, workers=workers, collect=collect, progress=done)
+        # Ray says on stdout that a worker died, where the JSON is to stand alone.
+        with redirect_stdout(sys.stderr):
+            outcome = run(asked, folder, address=ray, workers=workers, collect=collect, progress=done)
     write_parquet(out_file, outcome.rows)
     for notice in _notices({job.model for job in asked}):
         err.print(notice, style="dim", highlight=False, markup=False)
