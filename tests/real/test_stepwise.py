@@ -45,10 +45,9 @@ def test_float32_agrees_on_every_token(name, past):
     assert summary.unpatched_gap > 1
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_long_answer_in_float32(name):
+def test_a_long_answer_in_float32():
     """256 tokens with the document folded away, the question and the answer kept."""
-    model, tokenizer = bound(name, torch.float32)
+    model, tokenizer = bound("smollm2", torch.float32)
     parts = prompts.encode(tokenizer, suites.DEMO.context, suites.DEMO.query)
     ids = torch.cat([parts.context, parts.query])
     window = Window.after(parts.context.numel(), ids.numel())
