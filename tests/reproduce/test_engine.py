@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,26 @@ def test_bad_input_is_one_line_and_nothing_is_written(call, tmp_path, monkeypatc
     assert said in complaint
     assert "Traceback" not in complaint
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_two_processes_find_what_one_finds(call, tmp_path):
+    asked = ("reproduce", "2512.11255", "--quick", "--json", "--work")
+    found = [json.loads(call(*asked, tmp_path / str(jobs), "--jobs", jobs)[1]) for jobs in (1, 2)]
+    assert found[0]["details"] == found[1]["details"]
+    assert [part["resumed"] for part in found[1]["parts"]] == [False, False, False]
+    again = json.loads(call(*asked, tmp_path / "2", "--jobs", 2)[1])
+    assert [part["resumed"] for part in again["parts"]] == [True, True, True]
+    assert call(*asked, tmp_path / "3", "--jobs", 0)[0] == 2
+
+
+def test_what_a_process_meets_is_said_in_one_line(call, folder, tmp_path):
+    """The first prompt does not fit into a model of 95 positions."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    small = tmp_path / "small"
+    shutil.copytree(folder, small)
+    (small / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 95}))
+    asked = ("reproduce", "2511.17864", "--model", small, "--quick", "--jobs", 2, "--work", tmp_path / "w")
+    code, printed, said = call(*asked)
+    assert (code, printed) == (2, "")
+    assert "positions" in said
+    assert "Traceback" not in said

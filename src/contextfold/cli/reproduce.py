@@ -23,21 +23,33 @@ def reproduce(
         Path | None, typer.Option(help="Folder for finished parts; a run that was stopped goes on there.")
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="A file for the JSON.")] = None,
+    jobs: Annotated[int, typer.Option(help="Parts that run at once, each in a process with one thread.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, to see that it runs.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a paper's experiments and print its published figures beside ours, and what could not be reproduced."""
     from contextfold.reproduce import Bench, paper_named, write_json
     from contextfold.reproduce import reproduce as run
+    from contextfold.reproduce.jobs import together
     from contextfold.reproduce.view import outcome_view
 
     chosen = paper_named(paper)
     check_writable(out_file)
     if model is not None and chosen.model is None:
         raise InputError(f"{chosen.number} trains its own models, so it takes no --model; leave it out")
-    bench = Bench(model or chosen.model or "", _loader(model or chosen.model or ""))
+    if jobs < 1:
+        raise InputError(f"--jobs {jobs} is no number of processes; give 1 or more")
+    name, folder = model or chosen.model or "", work or _folder(chosen.number)
     with _progress() as progress:
-        outcome = run(chosen, bench, work or _folder(chosen.number), quick=quick, progress=progress)
+
+        def beforehand(parts: Any) -> Any:
+            if jobs == 1:
+                return ()
+            return together(chosen, parts, name, folder, quick=quick, jobs=jobs, progress=progress)
+
+        outcome = run(
+            chosen, Bench(name, _loader(name)), folder, quick=quick, beforehand=beforehand, progress=progress
+        )  # fmt: skip
     payload = outcome.to_json()
     if out_file is not None:
         write_json(out_file, payload)

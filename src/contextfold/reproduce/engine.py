@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -25,7 +25,7 @@ from contextfold.versions import versions
 if TYPE_CHECKING:
     from contextfold.models import Loaded
 
-__all__ = ["Bench", "Outcome", "Paper", "Part", "Work", "reproduce", "write_json"]
+__all__ = ["Bench", "Outcome", "Paper", "Part", "Work", "finished", "reproduce", "write_json"]
 
 Advance = Callable[[], None]
 """Told after each unit of work."""
@@ -175,20 +175,29 @@ def _rounded(found: Any) -> Any:
     return [_rounded(value) for value in found] if isinstance(found, list | tuple) else found
 
 
+def _silent(name: str, done: int, total: int) -> None:
+    pass
+
+
 def reproduce(
     paper: Paper,
     bench: Bench,
     folder: Path,
     *,
     quick: bool = False,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    beforehand: Callable[[Sequence[Part]], Collection[str]] = lambda _: (),
+    progress: Callable[[str, int, int], None] = _silent,
 ) -> Outcome:
     """Run the parts of `paper` that `folder` does not hold yet, and put all of them beside the published figures.
 
-    `progress` is told the part at work, units done and units in all. Raises `InputError`, and what the parts raise.
+    `beforehand` may put parts into the folder by other means, and names them. `progress` is told the part at work,
+    units done and units in all. Raises `InputError`, and what the parts raise.
     """
     work = Work(folder)
     parts = paper.parts(quick)
+    made = beforehand(parts)
+    if made:  # and told of; a bar that begins anew would say nothing
+        progress = _silent
     total, done = sum(part.units for part in parts), 0
     results: dict[str, Any] = {}
     log: list[dict[str, Any]] = []
@@ -198,19 +207,26 @@ def reproduce(
         count = iter(range(done + 1, total + 1))
         if part.dtype is not None:
             receipt = receipt_of(bench.bound(part.dtype))
-        key = _key(paper, part, bench)
-        entry = work.get(part.name, key)
-        log.append({"name": part.name, "resumed": entry is not None})
-        if entry is None:
-            entry = _timed(part, bench, partial(_advance, progress, part.name, count, total))
-            work.put(part.name, key, entry)
+        entry, kept = finished(paper, part, bench, work, partial(_advance, progress, part.name, count, total))
         results[part.name] = entry["result"]
-        log[-1] |= {name: entry[name] for name in ("seconds", "processor_seconds")}
+        times = {name: entry[name] for name in ("seconds", "processor_seconds")}
+        log.append({"name": part.name, "resumed": kept and part.name not in made, **times})
         done += part.units
     progress("", total, total)
     # Rounded before they are read, so that rows follow from the details that stand beside them.
     results = {name: _rounded(found) for name, found in results.items()}
     return Outcome(paper, bench.name, quick, paper.rows(results), results, log, receipt)
+
+
+def finished(paper: Paper, part: Part, bench: Bench, work: Work, advance: Advance) -> tuple[dict[str, Any], bool]:
+    """The entry of a part, and whether it was kept already; run and kept now if it was not."""
+    key = _key(paper, part, bench)
+    entry = work.get(part.name, key)
+    if entry is not None:
+        return entry, True
+    entry = _timed(part, bench, advance)
+    work.put(part.name, key, entry)
+    return entry, False
 
 
 def _advance(progress: Callable[[str, int, int], None], name: str, count: Iterator[int], total: int) -> None:
