@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check docs conformance report-test measured bench bench-bake exports interop interop-llama interop-eval sweep-ray clean
+.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake exports interop interop-llama interop-eval sweep-ray clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -41,6 +41,11 @@ conformance: $(STAMP)
 measured: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/measured.py run
 	$(BIN)/python scripts/measured.py table
+
+# Reruns the papers' experiments whose figures docs/papers.md shows; twenty minutes on two cores. Goes on after a stop.
+papers: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/papers.py run
+	$(BIN)/python scripts/papers.py table
 
 # Ratios only, both sides measured in turn; nothing asserts on them. Takes about half an hour.
 bench: $(STAMP)

@@ -118,14 +118,13 @@ def test_the_command_says_what_the_model_cannot_do(call, folder, tmp_path):
 
 
 @pytest.mark.real
-def test_a_task_that_gemma_can_do_is_baked_from_ten_examples():
+def test_a_task_that_gemma_can_do_is_baked_from_a_few_examples():
     loaded = models.load("gemma3-270m")
     found = measure_task(
-        Bench("gemma3-270m", lambda dtype: loaded), nothing, dtype=torch.float32, task="last", shown=True, pool=24,
-        learn=10, judge=6, ways=("two-sites",), other="first",
+        Bench("gemma3-270m", lambda dtype: loaded), nothing, dtype=torch.float32, task="last", shown=True, pool=16,
+        learn=8, judge=6, ways=("output",), other=None,
     )  # fmt: skip
-    assert found["prompted"] >= 20
+    assert found["prompted"] >= 14
     assert found["unprompted"] <= 1
-    assert found["ways"]["two-sites"] >= 5
+    assert found["ways"]["output"] >= 5
     assert found["controls"]["random"] <= 1
-    assert found["controls"]["other_task"] <= 2

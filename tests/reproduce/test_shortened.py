@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -94,23 +93,22 @@ def test_published_figures_stand_at_their_budgets():
     assert cells["perplexity", "10% of the context kept, no patch"] == (None, 7.39)
     assert cells["perplexity", "5% of the context kept, MLP output map, as in the paper"] == (21.1, 3.49)
     assert cells["of what th", "5% kept, MLP output map, as in the paper"] == (66.9, 75.0)
+    nothing_lost = {**found, "short": {**judged, "log_perplexity": 1.02}}
+    rows = paper_named("2609.39329").rows({"kept-50": nothing_lost})
+    (row,) = (row for row in rows if row.section.startswith("of what"))
+    assert row.ours is None
+    assert "0.02 nats" in row.note
 
 
 @pytest.mark.real
-def test_the_command_on_the_built_in_model(call, tmp_path):
-    code, printed, _ = call("reproduce", "2609.39329", "--quick", "--work", tmp_path / "w", "--json")
-    assert code == 0
-    found = json.loads(printed)
-    back = {row["figure"]: row["ours"] for row in found["rows"] if row["section"].startswith("of what")}
-    assert back["5% kept, MLP output map, as in the paper"] > 40
-    assert back["5% kept, control: random"] < 20
-
-
-@pytest.mark.real
-def test_the_whole_document_tells_the_model_what_it_did_not_know():
+def test_the_built_in_model_gets_back_what_the_short_document_lost():
     loaded = models.load("smollm2")
     found = measure_budget(
-        Bench("smollm2", lambda dtype: loaded), nothing, dtype=torch.float32, share=0.0, ways=(), asked=0, judged=6,
-        controls=False,
+        Bench("smollm2", lambda dtype: loaded), nothing, dtype=torch.float32, share=0.05, ways=("output",), asked=2,
+        judged=4, controls=False,
     )  # fmt: skip
-    assert found["short"]["log_perplexity"] > found["whole"]["log_perplexity"] + 1
+    whole, short, patched = (
+        each["log_perplexity"] for each in (found["whole"], found["short"], found["ways"]["output"])
+    )
+    assert short > whole + 1
+    assert closed(whole, short, patched) > 40

@@ -108,7 +108,8 @@ def measure_task(
     """Right answers with the prompt, without it, and without it under a patch, by estimator of `contextfold.bake`.
 
     `pool` items are asked; of those that the filter leaves, `learn` are learnt from and `judge` others judged by. With
-    fewer nothing is baked. `other` names a task whose patch is a control; a random patch of equal norm is another.
+    fewer nothing is baked. `other` names a task whose patch is a control, right by chance where the two `agree`; a
+    random patch of equal norm is another.
     """
     bound, tokenizer, kind = bench.bound(dtype), bench.tokenizer(dtype), TASKS[task]
     shots, asked = items(pool)
@@ -122,7 +123,7 @@ def measure_task(
     left = [i for i in everything if prompted[i] and not unprompted[i]]
     found: dict[str, Any] = {
         "prompt": prompt_of(kind, shown, shots), "asked": pool, "prompted": sum(prompted),
-        "unprompted": sum(unprompted), "left": len(left), "judged": 0, "ways": {}, "controls": {},
+        "unprompted": sum(unprompted), "left": len(left), "judged": 0, "agree": 0, "ways": {}, "controls": {},
     }  # fmt: skip
     if len(left) < learn + judge:
         return found
@@ -139,5 +140,6 @@ def measure_task(
         foreign = _Asked.of(bound, tokenizer, prompt_of(TASKS[other], shown, shots), asked, TASKS[other])
         patch = bake(bound, foreign.frame, foreign.answers(foreign.frame.full, learnt), method=ways[0]).patch
         found["controls"]["other_task"] = sum(job.patched(patch, judged))
+        found["agree"] = sum(job.right[i] == foreign.right[i] for i in judged)
     advance()
     return found

@@ -89,7 +89,8 @@ def _stand_in(task: str, found: Mapping[str, Any]) -> list[Row]:
         for k, (way, right) in enumerate(found["ways"].items())
     ]
     for control, right in found["controls"].items():
-        note = f"the {OTHER[task]} of three; right by chance where both agree" if control == "other_task" else ""
+        note = f"the {OTHER[task]} of three; the two agree on {found['agree']} of {judged}"
+        note = note if control == "other_task" else ""
         rows.append(Row(section, f"control: patch of {_control(control)}", None, 100 * right / judged, note))
     return rows
 

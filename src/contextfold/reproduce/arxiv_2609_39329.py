@@ -28,6 +28,9 @@ PUBLISHED = {0.05: (123.4, 21.1), 0.02: (180.6, 28.3)}
 
 WHOLE = 8.8
 
+LOST = 0.1
+"""Nats per token from which a short context is said to have lost something."""
+
 
 def _parts(quick: bool) -> list[Part]:
     parts = []
@@ -78,9 +81,12 @@ def _closed(share: float, found: Mapping[str, Any]) -> list[Row]:
     cases = {WAYS[way]: judged for way, judged in found["ways"].items()}
     cases |= {f"control: {name.replace('_', ' ')}": judged for name, judged in found["controls"].items()}
     for words, judged in cases.items():
-        ours = round(closed(whole, short, judged["log_perplexity"]), 1)
+        lost = short - whole >= LOST
+        ours = round(closed(whole, short, judged["log_perplexity"]), 1) if lost else None
         stated = published if words == WAYS["output"] else None
-        note = "published: from its perplexities" if stated is not None else ""
+        note = "" if lost else f"only {short - whole:.2g} nats are lost, too little to divide by"
+        if stated is not None:
+            note = "published: from its perplexities; here every fact that is asked for stands in the references"
         rows.append(Row(section, f"{share:.0%} kept, {words}", stated, ours, note))
     return rows
 
