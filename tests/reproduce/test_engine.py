@@ -120,6 +120,14 @@ def test_the_code_digest_covers_measuring_and_leaves_out_showing(monkeypatch, tm
     assert digest() != before
 
 
+def test_columns_take_one_line_and_texts_stay_as_they_are(tmp_path):
+    payload = {"column": [1, 2.5, 3], "text": "see [a  b] and [1,\n 2]", "texts": ["x  y"], "nested": [[1, 2], [3]]}
+    write_json(tmp_path / "found.json", payload)
+    written = (tmp_path / "found.json").read_text()
+    assert json.loads(written) == payload
+    assert re.search(r'"column": \[ ?1, 2.5, 3 ?\],\n', written)
+
+
 def test_files_are_there_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "out.json"
     write_json(path, {"old": 1})

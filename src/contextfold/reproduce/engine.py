@@ -116,8 +116,8 @@ class Work:
         return self.folder / f"{name}-{key[:16]}.json"
 
 
-COLUMN = re.compile(r'\[[^\[\]{}"]*\]')
-"""A list in JSON that holds neither texts nor other lists."""
+COLUMN = re.compile(r'\[\n[^\[\]{}"]*\]')
+"""A list in JSON that holds neither texts nor other lists; it begins a line, which nothing inside a text does."""
 
 
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
