@@ -14,8 +14,9 @@ import torch
 
 import tiny
 from contextfold.errors import InputError
+from contextfold.files import write_json
 from contextfold.models import Loaded
-from contextfold.reproduce import PAPERS, Bench, Missing, Paper, Part, Row, engine, paper_named, reproduce, write_json
+from contextfold.reproduce import PAPERS, Bench, Missing, Paper, Part, Row, engine, paper_named, reproduce
 from contextfold.reproduce.row import spread
 
 DOCS = Path(__file__).parents[2] / "docs" / "json.md"

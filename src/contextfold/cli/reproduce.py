@@ -28,7 +28,8 @@ def reproduce(
     as_json: JsonOption = False,
 ) -> None:
     """Run a paper's experiments and print its published figures beside ours, and what could not be reproduced."""
-    from contextfold.reproduce import Bench, paper_named, write_json
+    from contextfold.files import write_json
+    from contextfold.reproduce import Bench, paper_named
     from contextfold.reproduce import reproduce as run
     from contextfold.reproduce.jobs import together
     from contextfold.reproduce.view import outcome_view

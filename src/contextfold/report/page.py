@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from contextfold.errors import InputError
+from contextfold.files import replacing
 from contextfold.patch import Patch
 from contextfold.report import parts
 from contextfold.report.parts import Section
@@ -114,16 +113,6 @@ def save(text: str, path: Path) -> int:
     Raises `InputError` where it cannot be written.
     """
     raw = text.encode()
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; choose another --out") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)  # gone already when the rename went through
+    with replacing(path, "choose another --out") as part:
+        part.write_bytes(raw)
     return len(raw)

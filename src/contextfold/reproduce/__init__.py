@@ -14,10 +14,10 @@ from contextfold.reproduce import (
     arxiv_2512_11255,
     arxiv_2609_39329,
 )
-from contextfold.reproduce.engine import Bench, Outcome, Paper, Part, reproduce, write_json
+from contextfold.reproduce.engine import Bench, Outcome, Paper, Part, reproduce
 from contextfold.reproduce.row import Missing, Row
 
-__all__ = ["PAPERS", "Bench", "Missing", "Outcome", "Paper", "Part", "Row", "paper_named", "reproduce", "write_json"]
+__all__ = ["PAPERS", "Bench", "Missing", "Outcome", "Paper", "Part", "Row", "paper_named", "reproduce"]
 
 PAPERS = (
     arxiv_2511_17864.PAPER,

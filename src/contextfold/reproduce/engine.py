@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from contextfold.anatomy import Bound, bind
-from contextfold.errors import InputError
+from contextfold.files import Kept
 from contextfold.reproduce.row import Missing, Row
 from contextfold.verify.receipt import receipt_of
 from contextfold.versions import versions
@@ -25,7 +23,7 @@ from contextfold.versions import versions
 if TYPE_CHECKING:
     from contextfold.models import Loaded
 
-__all__ = ["Bench", "Outcome", "Paper", "Part", "Work", "finished", "reproduce", "write_json"]
+__all__ = ["Bench", "Outcome", "Paper", "Part", "finished", "reproduce"]
 
 Advance = Callable[[], None]
 """Told after each unit of work."""
@@ -83,54 +81,6 @@ class Paper:
     """From the results of the parts, by name."""
     missing: Sequence[Missing]
     """What could not be reproduced here, and why."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A folder with one JSON file per finished part, under the key of all that the part depends on.
-
-    Raises `InputError` where nothing can be kept.
-    """
-
-    folder: Path
-
-    def __post_init__(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot keep work in {self.folder}: {error.strerror}; choose another --work") from error
-
-    def get(self, name: str, key: str) -> dict[str, Any] | None:
-        """What was kept under this key; a damaged file, or one of other work, is no help."""
-        try:
-            found = json.loads(self._path(name, key).read_text())
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) and found.get("key") == key else None
-
-    def put(self, name: str, key: str, entry: Mapping[str, Any]) -> None:
-        """The file is there whole, or not at all."""
-        write_json(self._path(name, key), {"key": key, **entry})
-
-    def _path(self, name: str, key: str) -> Path:
-        return self.folder / f"{name}-{key[:16]}.json"
-
-
-COLUMN = re.compile(r'\[\n[^\[\]{}"]*\]')
-"""A list in JSON that holds neither texts nor other lists; it begins a line, which nothing inside a text does."""
-
-
-def write_json(path: Path, payload: Mapping[str, Any]) -> None:
-    """Write beside the target and rename. Raises `InputError` when it cannot be written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        text = json.dumps(payload, indent=1, ensure_ascii=False, allow_nan=False)
-        # Columns of numbers stay on one line each.
-        part.write_text(COLUMN.sub(lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +143,7 @@ def reproduce(
     `beforehand` may put parts into the folder by other means, and names them. `progress` is told the part at work,
     units done and units in all. Raises `InputError`, and what the parts raise.
     """
-    work = Work(folder)
+    work = Kept(folder)
     parts = paper.parts(quick)
     made = beforehand(parts)
     if made:  # and told of; a bar that begins anew would say nothing
@@ -218,7 +168,7 @@ def reproduce(
     return Outcome(paper, bench.name, quick, paper.rows(results), results, log, receipt)
 
 
-def finished(paper: Paper, part: Part, bench: Bench, work: Work, advance: Advance) -> tuple[dict[str, Any], bool]:
+def finished(paper: Paper, part: Part, bench: Bench, work: Kept, advance: Advance) -> tuple[dict[str, Any], bool]:
     """The entry of a part, and whether it was kept already; run and kept now if it was not."""
     key = _key(paper, part, bench)
     entry = work.get(part.name, key)

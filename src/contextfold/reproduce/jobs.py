@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from contextfold.errors import ContextfoldError, InputError
-from contextfold.reproduce.engine import Bench, Paper, Part, Work, finished
+from contextfold.files import Kept
+from contextfold.reproduce.engine import Bench, Paper, Part, finished
 
 __all__ = ["together"]
 
@@ -64,6 +65,6 @@ def _work(number: str, name: str, model: str, folder: str, quick: bool) -> bool 
     bench = _benches.setdefault(model, Bench(model, lambda dtype: load(model, dtype=dtype)))
     (part,) = (each for each in paper.parts(quick) if each.name == name)
     try:
-        return finished(paper, part, bench, Work(Path(folder)), lambda: None)[1]
+        return finished(paper, part, bench, Kept(Path(folder)), lambda: None)[1]
     except ContextfoldError as error:
         return str(error)

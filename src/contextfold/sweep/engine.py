@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contextfold.files import Kept
 from contextfold.sweep.cluster import Crew, on_ray
 from contextfold.sweep.jobs import Job
-from contextfold.sweep.kept import Kept
 from contextfold.sweep.work import Worker
 
 __all__ = ["Outcome", "sweep"]
@@ -80,14 +80,14 @@ def sweep(
     """
     kept = Kept(folder)
     digests = {job.digest: job for job in jobs}
-    rows = {digest: row for digest in digests if (row := kept.get(digest)) is not None}
+    rows = {digest: row for digest in digests if (row := kept.get("job", digest)) is not None}
     todo = [] if collect else [(d, job) for d, job in digests.items() if d not in rows or rows[d]["error"] is not None]
     crew = Crew()
     started, spent = time.monotonic(), 0.0
     progress(len(jobs) - len(todo))
     done = on_ray(todo, address, workers, crew) if address is not None and todo else _here(todo)
     for digest, row in done:
-        kept.put(row)
+        kept.put("job", digest, row)
         rows[digest] = row
         spent += row["seconds"] or 0.0
         progress(1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from contextfold.errors import ContextfoldError, InputError
+from contextfold.files import replacing
 from contextfold.sweep.jobs import Job
 from contextfold.versions import versions
 
@@ -103,10 +103,5 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
     types = {str: arrow.string(), int: arrow.int64(), float: arrow.float64(), bool: arrow.bool_()}
     schema = arrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path, "choose another --out") as part:
         parquet.write_table(arrow.Table.from_pylist([dict(row) for row in rows], schema=schema), part)
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
