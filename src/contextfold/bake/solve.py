@@ -128,12 +128,10 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
         for _ in [place for place in joints if place.delta is None]:
             joint = steps.advance()
             assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
-            found = [(full.stop, reduced.stop) for full, reduced in pairs]
-            stops = [(full, reduced) for full, reduced in found if full is not None and reduced is not None]
+            stops = [(a.stop, b.stop) for a, b in pairs if a.stop is not None and b.stop is not None]
             yield joint, stops
             # Whoever asked still holds the list: emptied, so that no rows of one place outlive it.
             stops.clear()
-            found.clear()
 
 
 def _guard(stops: Stops) -> Tensor:

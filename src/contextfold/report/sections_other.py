@@ -119,13 +119,6 @@ def ablate_sections(run: Run, name: str) -> list[Section]:
     found = run.found
     order = sorted(range(len(found["parts"])), key=lambda k: int(found["parts"][k]["rank"]))
     ranked = [found["parts"][k] for k in order]
-    keys = {"kl_nats": "KL, nats", "answer_nats": "answer loses, nats", "logit_gap": "gap", "patched_logit_gap":
-            "gap, patched", "patch_norm": "norm of the patch"}  # fmt: skip
-    rows: list[Sequence[Cell]] = [
-        (visible(found["parts"][k]["name"]), number(found, f"parts/{k}/dropped", "n"),
-         *(number(found, f"parts/{k}/{key}") for key in keys), "yes" if found["parts"][k]["proven"] else "no")
-        for k in order
-    ]  # fmt: skip
     tokens = len(ranked[0]["positions"])
     columns = [row for part in ranked for row in part["positions"]]
     names = [
@@ -134,21 +127,7 @@ def ablate_sections(run: Run, name: str) -> list[Section]:
     values = [[layer["patch_norm"] for layer in row["layers"]] for row in columns]
     texts = [Text(f"Part {part['name']!r}", readable(part["text"])) for part in found["parts"] if part.get("text")]
     return [
-        Section(
-            "What each part is worth",
-            "Each part of the prompt was removed alone. Its cost is how far the answer moves; the patch that absorbs "
-            "the removal is proven by writing it into the weights: the gap must close.",
-            [
-                drawing(
-                    f"{name}-parts", figures.part_costs(ranked), "Cost and patch by part",
-                    "The most costly part first.",
-                    f"Cost of {len(ranked)} parts; the most costly is {visible(ranked[0]['name'])}.",
-                ),
-                Table(
-                    "The same in numbers", ("part", "tokens", *keys.values(), "proven"), rows, open=True
-                ),
-            ],
-        ),
+        _worth(found, order, name),
         Section("What was asked", "", [*texts, *(part for section in asked(found) for part in section.parts)]),
         Section("Token by token", "", [_ablated_strip(ranked)]),
         patch_section(
@@ -160,6 +139,31 @@ def ablate_sections(run: Run, name: str) -> list[Section]:
         ),
         receipt(found),
     ]  # fmt: skip
+
+
+def _worth(found: Row, order: Sequence[int], name: str) -> Section:
+    """What each part costs, the most costly first, as a figure and in numbers."""
+    ranked = [found["parts"][k] for k in order]
+    keys = {"kl_nats": "KL, nats", "answer_nats": "answer loses, nats", "logit_gap": "gap", "patched_logit_gap":
+            "gap, patched", "patch_norm": "norm of the patch"}  # fmt: skip
+    rows: list[Sequence[Cell]] = [
+        (visible(found["parts"][k]["name"]), number(found, f"parts/{k}/dropped", "n"),
+         *(number(found, f"parts/{k}/{key}") for key in keys), "yes" if found["parts"][k]["proven"] else "no")
+        for k in order
+    ]  # fmt: skip
+    return Section(
+        "What each part is worth",
+        "Each part of the prompt was removed alone. Its cost is how far the answer moves; the patch that absorbs "
+        "the removal is proven by writing it into the weights: the gap must close.",
+        [
+            drawing(
+                f"{name}-parts", figures.part_costs(ranked), "Cost and patch by part",
+                "The most costly part first.",
+                f"Cost of {len(ranked)} parts; the most costly is {visible(ranked[0]['name'])}.",
+            ),
+            Table("The same in numbers", ("part", "tokens", *keys.values(), "proven"), rows, open=True),
+        ],
+    )  # fmt: skip
 
 
 def _ablated_strip(ranked: Sequence[Row]) -> Strip:
