@@ -169,7 +169,7 @@ def min_norm_update(sources: Tensor, changes: Tensor, metric: Metric | None = No
     # Rows are normalised first: a sink row is a thousand times longer than the others and would hide them.
     unit = S[alive] / length[alive]
     wanted = T[alive] / length[alive]
-    U, sigma, Vt = torch.linalg.svd(unit, full_matrices=False)
+    U, sigma, Vt = _wide_svd(unit)
     keep = sigma > SINGULAR * sigma[:1].clamp_min(torch.finfo(torch.float64).tiny)
     rank = int(keep.sum())
     dual = U[:, keep] / sigma[keep]
@@ -183,6 +183,16 @@ def min_norm_update(sources: Tensor, changes: Tensor, metric: Metric | None = No
     residual = float((delta(S) - T).norm()) / total if total > 0 else 0.0
     condition = float(sigma[0] / sigma[keep][-1]) if rank else 1.0
     return Solution(delta, rank, condition if rank == sigma.numel() else math.inf, residual)
+
+
+def _wide_svd(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The thin `U, S, Vt` of rows `(n, in)`, by the QR of the columns that they make.
+
+    LAPACK does the same for rows as they are, by a slower path: up to four times the seconds for a few long rows.
+    """
+    Q, R = torch.linalg.qr(rows.T)
+    U, sigma, Vt = torch.linalg.svd(R.T, full_matrices=False)
+    return U, sigma, Vt @ Q.T
 
 
 @dataclass(frozen=True, eq=False)
