@@ -22,6 +22,7 @@ from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
 from contextfold.runtime import BlockState, before, keeps_logits
 from contextfold.stepwise.cache import SharedCache
+from contextfold.stepwise.once import once
 from contextfold.stepwise.window import Batch
 
 __all__ = ["Pair", "Pairing", "forward"]
@@ -116,6 +117,7 @@ class _Joint:
                 stack.callback(before(block.reads_z, partial(self.letters.__setitem__, "z")).remove)
             stack.callback(block.total.listen(partial(self.letters.__setitem__, "t")).remove)
             stack.callback(block.layer.register_forward_hook(self._see_y).remove)
+        once(block, self.rows, stack)
 
     def _ends(self) -> tuple[nn.Module, ...]:
         """Modules whose results add up to the branch."""
