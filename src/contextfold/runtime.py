@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
 from contextfold.anatomy import rows as first_rows
 from contextfold.anatomy.block import stored_shape
-from contextfold.anatomy.wrapped import bare
+from contextfold.anatomy.wrapped import bare, device_of
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map, lending
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
@@ -59,7 +59,7 @@ def run(model: nn.Module, tokens: Run, last: int = 1) -> Tensor:
     the positions for the border of a packed sequence, and tokens behind the gap would not see those before it.
     """
     model = bare(model)
-    ids = tokens.ids[None].to(_device(model))
+    ids = tokens.ids[None].to(device_of(model))
     arguments: dict[str, Any] = {}
     if keeps_logits(model):
         # Positions and not their number: given a number, Gemma 4 drops all other tokens from its late layers.
@@ -84,7 +84,7 @@ class Decoder:
         """Append `ids (n,)` and return the logits `(V,)` after the last; positions go on counting by default."""
         n = ids.numel()
         where = torch.arange(self._seen, self._seen + n) if positions is None else positions
-        device = _device(self._model)
+        device = device_of(self._model)
         arguments: dict[str, Any] = {}
         if keeps_logits(self._model):
             arguments["logits_to_keep"] = torch.arange(n, device=device)[-1:]
@@ -101,12 +101,6 @@ class Decoder:
         self._seen += n
         logits: Tensor = output.logits[0, -1]
         return logits
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Where its first weight lies; offloaded ones lie nowhere, and their hooks move what they read."""
-    found = (p.device for p in model.parameters() if p.device.type != "meta")
-    return next(found, torch.device("cpu"))
 
 
 def takes_positions(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import zoo
 from conformance import gap, tokens
 from contextfold.anatomy import bind, weights_digest
 from contextfold.anatomy.discover import discover
-from contextfold.errors import NotExportable, UnsupportedModel
+from contextfold.errors import NotControllable, NotExportable, UnsupportedModel
 from contextfold.export import Checkpoint, PeftFolder, Source, export
 from contextfold.fold import fold_sequence, fold_token
 from contextfold.forms import expressions
@@ -129,17 +129,53 @@ def test_maps_are_read_as_they_lie_on_disk(tmp_path):
         assert torch.equal(mine.bias, theirs.bias)
 
 
-def test_writing_to_disk_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fold", [fold_token, fold_sequence])
+def test_edits_are_written_into_weights_as_they_come_from_the_disk(fold, dtype, tmp_path):
+    """The same patch and the same logits, bit for bit, as where every weight is in memory."""
+    saved(tmp_path, build("llama", dtype))
+    plain = placed(tmp_path, None)
+    model = placed(
+        tmp_path, on_disk(plain, *(f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")), "lm_head")
+    )
+    patch, whole = (fold(each, *ids(each)).patch for each in (model, plain))
+    assert patch.edits.keys() == whole.edits.keys()
+    for site, edit in patch.edits.items():
+        assert torch.equal(edit.delta.B, whole.edits[site].delta.B)
+        assert torch.equal(edit.delta.A, whole.edits[site].delta.A)
+    reduced = fold(plain, *ids(plain)).split.reduced
+    with materialised(model, patch) as patched, materialised(plain, patch) as beside:
+        found, wanted = run(patched, reduced), run(beside, reduced)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, run(model, reduced))
+
+
+def test_a_fingerprint_tells_that_edited_weights_come_from_the_disk(tmp_path):
     plain = saved(tmp_path, build("llama", torch.float64))
     model = placed(tmp_path, on_disk(plain, LAYER))
-    message = r"^model\.layers\.1\.mlp\.\w+\.weight of a Linear is offloaded, .* written=False"
-    with pytest.raises(UnsupportedModel, match=message):
-        fold_token(model, *ids(model))
-    with pytest.raises(UnsupportedModel, match=message):
-        fold_sequence(bind(model), *ids(model))
-    patch = fold_token(plain, *ids(model)).patch
-    with pytest.raises(UnsupportedModel, match=message), materialised(model, patch):
+    bound = bind(model)
+    before = bound.fingerprint
+    patch = fold_token(bound, *ids(model)).patch
+    with materialised(bound, patch):
+        assert bound.fingerprint not in (before, weights_digest(plain))
+        with materialised(plain, patch):
+            assert bound.fingerprint == weights_digest(plain)
+    assert bound.fingerprint == before == weights_digest(model)
+
+
+def test_what_does_not_fit_into_the_dtype_is_refused_on_the_disk_too(tmp_path):
+    saved(tmp_path, build("llama", torch.float16))
+    model = placed(tmp_path, on_disk(build("llama", torch.float16), LAYER))
+    patch = fold_token(model, *ids(model)).patch
+    with pytest.raises(NotControllable, match=r"entries beyond torch\.float16"), materialised(model, patch * 1e7):
         pass
+    assert weights_digest(model) == patch.header.fingerprint
+
+
+def test_exports_of_offloaded_models_are_refused_by_name(tmp_path):
+    plain = saved(tmp_path, build("llama", torch.float64))
+    model = placed(tmp_path, on_disk(plain, LAYER))
+    patch = fold_token(plain, *ids(model)).patch
     for exporter in (Checkpoint(), PeftFolder()):
         with pytest.raises(NotExportable, match=r"model\.layers\.1\.\S+ is offloaded"):
             export(Source(bind(model), patch), exporter, tmp_path / "out")

@@ -17,7 +17,7 @@ from contextfold.anatomy.families import FAMILIES
 from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
-from contextfold.anatomy.wrapped import adapter_state, bare, in_memory, is_offloaded, repacked
+from contextfold.anatomy.wrapped import adapter_state, bare, in_memory, is_offloaded, lent_state, repacked
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Site
 
@@ -96,7 +96,7 @@ SAMPLE = 16
 
 
 def _state_sample(model: nn.Module) -> str:
-    parts = [adapter_state(model)]
+    parts = [adapter_state(model), lent_state(model)]
     values: list[float] = []
     for name, p in model.named_parameters():
         parts.append(f"{name}|{p.data_ptr()}|{p._version}")
@@ -119,17 +119,17 @@ def weights_digest(model: nn.Module) -> str:
             owner, _, parameter = name.rpartition(".")
             module = model.get_submodule(owner)
             with in_memory(module):
-                digest.update(_bytes(getattr(module, parameter)))
+                _feed(digest, getattr(module, parameter))
         else:
-            digest.update(_bytes(tensor))
+            _feed(digest, tensor)
     digest.update(adapter_state(model).encode())
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return b"".join(
-        part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for part in _parts(tensor.detach())
-    )
+def _feed(digest: Any, tensor: Tensor) -> None:
+    """The bytes as they lie there: a copy of a vocabulary's matrix would be the largest thing in the process."""
+    for part in _parts(tensor.detach()):
+        digest.update(part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

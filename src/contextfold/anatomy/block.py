@@ -147,14 +147,14 @@ class OffloadedMap(LinearMap):
 
     @property
     def weight(self) -> Tensor:
+        # Not copied: it stays valid when the module lets go of it, and where it is a part of a file, it takes no memory.
         with in_memory(self.module):
-            return super().weight.clone()
+            return super().weight
 
     @property
     def bias(self) -> Tensor | None:
         with in_memory(self.module):
-            found = super().bias
-            return None if found is None else found.clone()
+            return super().bias
 
     @property
     def like(self) -> Tensor:

@@ -6,7 +6,7 @@ its hooks, which is where it is installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,18 @@ from torch import Tensor, nn
 from contextfold.errors import UnsupportedModel
 
 __all__ = [
+    "Bringing",
     "adapter_state",
     "adapters",
     "bare",
+    "bringing",
+    "device_of",
     "execution_device",
     "in_memory",
     "inside",
     "is_adapted",
     "is_offloaded",
+    "lent_state",
     "repacked",
     "with_adapters",
 ]
@@ -128,6 +132,60 @@ def execution_device(module: nn.Module) -> torch.device:
     """Where an offloaded module computes."""
     hook: Any = vars(module)["_hf_hook"]
     return torch.device(hook.execution_device)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its first weight lies; offloaded ones lie nowhere, and their hooks move what they read."""
+    found = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(found, torch.device("cpu"))
+
+
+Change = Callable[[Tensor], Tensor]
+"""Of a stored value, what is to be brought in its place."""
+
+
+class Bringing(Mapping[str, Tensor]):
+    """What a hook of accelerate brings, one parameter of it changed on the way for as long as there is a `change`."""
+
+    def __init__(self, stored: Mapping[str, Tensor], name: str) -> None:
+        self.stored, self.name = stored, name
+        self.change: Change | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.stored[name]
+        return value if self.change is None or name != self.name else self.change(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+@contextmanager
+def bringing(module: nn.Module, name: str) -> Iterator[Bringing]:
+    """What brings the weights of an offloaded module, so that a change of its parameter `name` can be given to it.
+
+    What lies on the disk, or in the memory of another device, stays as it is.
+    """
+    hook: Any = vars(module)["_hf_hook"]
+    stored = hook.weights_map
+    hook.weights_map = Bringing(stored, name)
+    try:
+        yield hook.weights_map
+    finally:
+        hook.weights_map = stored
+
+
+def lent_state(model: nn.Module) -> str:
+    """Which offloaded weights are brought otherwise than they are stored; empty where none is."""
+    parts = []
+    for name, module in model.named_modules():
+        brought = vars(module)["_hf_hook"].weights_map if is_offloaded(module) else None
+        while isinstance(brought, Bringing):
+            parts += [] if brought.change is None else [f"{name}|{brought.name}|{id(brought.change)}"]
+            brought = brought.stored
+    return "\n".join(parts)
 
 
 @contextmanager

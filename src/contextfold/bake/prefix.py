@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from contextfold.anatomy.wrapped import device_of
 from contextfold.runtime import keeps_logits, takes_positions
 
 __all__ = ["Prefix", "Session", "padded"]
@@ -120,7 +121,7 @@ def _forward(
     model: nn.Module, ids: Tensor, seen: Tensor, places: Tensor, cache: Any, remember: bool, at: Tensor | None = None
 ) -> Any:
     """An ordinary forward; logits in the columns `at` only where the model can do that, by default in the first."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     arguments: dict[str, Any] = {"cache": cache} if remember else {}
     if takes_positions(model):
         arguments["position_ids"] = places.to(device)

@@ -110,9 +110,9 @@ def check_tokens(parts: Split, patch: Patch) -> None:
 def _measured(bound: Bound, patch: Patch, layer: int, y: Tensor, y_C: Tensor) -> LayerReport:
     """What a stored patch does at one layer; what only the solve knew is not a number."""
     unknown = float("nan")
-    weights = {m.site: m.weight for block in bound.blocks for m in block.maps}
+    sizes = bound.weights.sizes
     mine = patch.select([layer])
-    ratios = [e.size() / float(weights[s].norm()) for s, e in mine.edits.items() if s in weights]
+    ratios = [e.size() / sizes[s] for s, e in mine.edits.items() if s in sizes]
     scales = [e for e in mine.edits.values() if isinstance(e, ScaleEdit)]
     return LayerReport(
         layer=layer,
