@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
 from contextfold.anatomy import rows as first_rows
 from contextfold.anatomy.block import stored_shape
+from contextfold.anatomy.sharded import whole_input
 from contextfold.anatomy.wrapped import bare, device_of
 from contextfold.errors import InputError, PatchMismatch
 from contextfold.overlays import Action, InTurn, Overlay, Written, is_plain_map, lending
@@ -160,10 +161,10 @@ def _listeners(
 
 
 def before(module: nn.Module, listen: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """Call `listen` with the tensor that `module` is about to be called on."""
+    """Call `listen` with the tensor that `module` is about to be called on, whole where processes share it."""
 
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        listen(first_tensor(args, kwargs))
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        listen(whole_input(module, first_tensor(args, kwargs)))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

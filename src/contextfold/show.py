@@ -186,7 +186,7 @@ def _letters(block: Block, path: str) -> Iterator[tuple[str, str, str]]:
     """Letter, name inside the layer, shape."""
     output = {linear.site for linear in block.output_maps}
     for linear in block.maps:
-        site, shape = linear.site, f"{tuple(linear.weight.shape)}"
+        site, shape = linear.site, f"{linear.shape}"
         where = site.module if site.parameter == "weight" else f"{site.module}.{site.parameter}"
         stacked = "" if site.expert is None else f", each of {site.experts}"
         letter = "W_out, reads h" if site in output else "W_in, reads z"

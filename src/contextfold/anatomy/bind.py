@@ -17,6 +17,7 @@ from contextfold.anatomy.families import FAMILIES
 from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
+from contextfold.anatomy.sharded import agree, blocks_of, check_sharded, held, is_sharded
 from contextfold.anatomy.wrapped import adapter_state, bare, in_memory, is_offloaded, lent_state, repacked
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Site
@@ -88,7 +89,7 @@ class Weights:
         """Frobenius norm of every map that a fold may edit."""
         maps = [linear for block in self.blocks for linear in block.maps]
         wide = torch.promote_types(self.blocks[0].anchor.dtype, torch.float32)
-        return {linear.site: float(torch.linalg.vector_norm(linear.weight, dtype=wide)) for linear in maps}
+        return {linear.site: linear.norm(wide) for linear in maps}
 
 
 SAMPLE = 16
@@ -98,12 +99,13 @@ SAMPLE = 16
 def _state_sample(model: nn.Module) -> str:
     parts = [adapter_state(model), lent_state(model)]
     values: list[float] = []
-    for name, p in model.named_parameters():
+    for name, parameter in model.named_parameters():
+        p = held(parameter)
         parts.append(f"{name}|{p.data_ptr()}|{p._version}")
         for part in _parts(p.detach()) if p.device.type != "meta" else ():
             flat = part.reshape(-1)
             values += flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32).tolist()
-    return hashlib.sha256(f"{parts}{values}".encode()).hexdigest()
+    return "".join(agree(model, hashlib.sha256(f"{parts}{values}".encode()).hexdigest()))
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -128,7 +130,7 @@ def weights_digest(model: nn.Module) -> str:
 
 def _feed(digest: Any, tensor: Tensor) -> None:
     """The bytes as they lie there: a copy of a vocabulary's matrix would be the largest thing in the process."""
-    for part in _parts(tensor.detach()):
+    for part in blocks_of(tensor) if is_sharded(tensor) else _parts(tensor.detach()):
         digest.update(part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -208,6 +210,7 @@ def check_state(model: nn.Module) -> None:
     if dropping is not None:
         raise UnsupportedModel(f"{dropping} is in training mode, where dropout makes runs differ; call model.eval()")
     _refuse_absent(model, [n for n, p in model.named_parameters() if p.device.type == "meta" and not _held(model, n)])
+    check_sharded(model)
     packed = repacked(model)
     if packed is not None:
         raise UnsupportedModel(
@@ -251,7 +254,7 @@ def _check_unshared(model: nn.Module, blocks: Sequence[Block]) -> None:
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         # Offloaded weights and some quantised ones have no address of their own.
-        pointer = parameter.data_ptr() or id(parameter)
+        pointer = held(parameter).data_ptr() or id(parameter)
         if pointer in owners and (name in edited or owners[pointer] in edited):
             raise UnsupportedModel(f"{name} shares its memory with {owners[pointer]}; editing one would edit both")
         owners.setdefault(pointer, name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contextfold.anatomy.proof import TOLERANCE
 from contextfold.anatomy.wrapped import in_memory, with_adapters
 from contextfold.errors import ProbeFailed
-from contextfold.lowrank import times
+from contextfold.lowrank import LowRank, times
 from contextfold.patch import Site
 
 __all__ = [
@@ -96,6 +96,12 @@ class LinearMap:
         return self.weight
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        out, width = self.weight.shape
+        return out, width
+
+    @property
     def bias(self) -> Tensor | None:
         """`b (out,)`, or None."""
         bias = self.module._parameters.get("bias")
@@ -105,6 +111,14 @@ class LinearMap:
         """`W x + b` for rows `(n, in) -> (n, out)`, in float64 from the stored weights."""
         out = times(self.weight, inputs)
         return out if self.bias is None else out + self.bias.double()
+
+    def after(self, delta: LowRank) -> LowRank:
+        """`W delta`, computed in the dtype of the factors."""
+        return LowRank(self.weight.to(delta.B.dtype) @ delta.B, delta.A)
+
+    def norm(self, dtype: torch.dtype) -> float:
+        """Frobenius norm of W, summed in `dtype`."""
+        return float(torch.linalg.vector_norm(self.weight, dtype=dtype))
 
 
 @dataclass(frozen=True, eq=False)

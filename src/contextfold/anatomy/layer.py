@@ -25,6 +25,7 @@ from contextfold.anatomy.block import (
 )
 from contextfold.anatomy.proof import TOLERANCE
 from contextfold.anatomy.record import Dense, Experts, Factor, Family, Mixer, Sites, Tap, Wiring, given_by, read_by
+from contextfold.anatomy.sharded import ShardedMap, held, is_sharded, shares_of
 from contextfold.anatomy.wrapped import adapters, execution_device, inside, is_offloaded
 from contextfold.errors import UnsupportedModel
 from contextfold.patch import Site
@@ -176,6 +177,8 @@ class _Binder:
         site = Site(self.index, f"{self.path}.{name}", transposed=isinstance(module, Conv1D))
         if weight is not None and is_plain(weight) and weight.dim() == 2:
             return LinearMap(site, module)
+        if is_sharded(weight) and isinstance(module, nn.Linear) and is_plain(held(weight)):
+            return ShardedMap(site, module, shares_of(weight))
         if is_offloaded(module) and isinstance(module, nn.Linear | Conv1D) and module.weight.dtype in TOLERANCE:
             return OffloadedMap(
                 site, module, torch.empty(0, dtype=module.weight.dtype, device=execution_device(module))

@@ -27,6 +27,7 @@ from contextfold.anatomy.experts import Call, lent
 from contextfold.anatomy.proof import Limits, seen_once
 from contextfold.anatomy.proof_experts import prove_experts
 from contextfold.anatomy.record import Family
+from contextfold.anatomy.sharded import whole_input, whole_output
 from contextfold.errors import ProbeFailed
 from contextfold.lowrank import LowRank
 
@@ -127,8 +128,8 @@ class _Probe:
 
     def _around(self, before: str, after: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._keep(before, first_tensor(args, kwargs))
-            self._keep(after, first_output(output))
+            self._keep(before, whole_input(module, first_tensor(args, kwargs)))
+            self._keep(after, whole_output(module, first_output(output)))
 
         return hook
 

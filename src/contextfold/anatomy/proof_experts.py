@@ -46,4 +46,4 @@ def prove_experts(model: nn.Module, block: ExpertBlock, z: Tensor, branch: Tenso
 
 
 def _steered(linear: LinearMap, delta: LowRank) -> LowRank:
-    return LowRank(linear.weight.double() @ delta.B, delta.A)
+    return linear.after(delta)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Block, DenseBlock, LinearMap, Norm, Reading, first_tensor, norm_at
+from contextfold.anatomy.sharded import whole_input
 from contextfold.bake.lockstep import Lane, Lockstep, Stop
 from contextfold.lowrank import LowRank
 from contextfold.patch import Edit, MatrixEdit, ScaleEdit, Site, factor_dtype
@@ -72,8 +73,7 @@ class OuterJoint(Joint):
 
     @property
     def shape(self) -> tuple[int, int]:
-        out, inner = self.linear.weight.shape
-        return out, inner
+        return self.linear.shape
 
     def listen(self, stack: ExitStack) -> None:
         for k, reading in enumerate(self.base):
@@ -86,11 +86,11 @@ class OuterJoint(Joint):
         if self.lane is not None and self.delta is None:
             self.lane.parts[self, k] = self.lane.pick(value)
 
-    def _at_map(self, _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    def _at_map(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         lane = self.lane
         if lane is None or self.steps is None:
             return None
-        source = first_tensor(args, kwargs)
+        source = whole_input(m, first_tensor(args, kwargs))
         if self.delta is None:
             parts = tuple(lane.parts.pop((self, k)) for k in range(len(self.base)))
             # Only the run that is edited is asked what the map reads there.
@@ -140,7 +140,7 @@ class OuterJoint(Joint):
         if self.delta is not None:
             found[self.linear.site] = MatrixEdit(self.delta)
         if self.norm is not None and self.scale is not None:
-            like = factor_dtype(self.linear.weight.dtype)
+            like = factor_dtype(self.linear.like.dtype)
             found[self.norm.site] = ScaleEdit(self.norm.scale.to(like), self.scale.to(like), self.norm.offset)
         return found
 
@@ -153,7 +153,7 @@ class InnerJoint(Joint):
 
     @property
     def shape(self) -> tuple[int, int]:
-        width = self.maps[0].weight.shape[1]
+        width = self.maps[0].shape[1]
         return width, width
 
     def listen(self, stack: ExitStack) -> None:
@@ -180,7 +180,7 @@ class InnerJoint(Joint):
         if self.delta is None:
             return {}
         D = self.delta
-        return {m.site: MatrixEdit(LowRank(m.weight.to(D.B.dtype) @ D.B, D.A)) for m in self.maps}
+        return {m.site: MatrixEdit(m.after(D)) for m in self.maps}
 
 
 def joints_of(model: nn.Module, block: Block, roles: tuple[str, ...]) -> tuple[Joint, ...]:

@@ -167,8 +167,8 @@ def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) ->
     joint.delta = ridge.delta.to(factor_dtype(stops[0][1].source.dtype))
     if isinstance(joint, OuterJoint) and joint.norm is not None:
         joint.scale = _scale(joint, stops)
-    size = joint.linear.weight.double().norm() if isinstance(joint, OuterJoint) else torch.tensor(joint.shape[0] ** 0.5)
-    ratio = ridge.delta.norm() / float(size)
+    size = joint.linear.norm(torch.float64) if isinstance(joint, OuterJoint) else joint.shape[0] ** 0.5
+    ratio = ridge.delta.norm() / size
     return BakedSite(joint.layer, joint.role, ridge.delta.rank, lam0, ridge.explained, error, ratio)
 
 

@@ -151,7 +151,7 @@ class BlockFold:
             self._steer(z)
         if self.steering is not None:
             for linear in (*block.input_maps, *(block.stacked_inputs[k] for k in sorted(wanted.inputs))):
-                self._put_matrix(overlay, linear, self.steering.delta(linear.weight))
+                self._put_matrix(overlay, linear, _steered(linear, self.steering))
         seen = observe(self.model, block, z[-1], here)
         if self.steering is not None and set(seen.hidden) != set(wanted.hidden):
             flipped = len(set(seen.hidden) ^ set(wanted.hidden))
@@ -185,7 +185,7 @@ class BlockFold:
             if self.steering is None and not self.inner_skipped:
                 self._steer(rows(z))
             if self.steering is not None:
-                self._put_matrix(overlay, linear, self.steering.delta(linear.weight))
+                self._put_matrix(overlay, linear, _steered(linear, self.steering))
 
         return match
 
@@ -320,3 +320,9 @@ class BlockFold:
             findings=tuple(self.findings),
             u_counts=self.u_counts,
         )
+
+
+def _steered(linear: LinearMap, steering: Steering) -> LowRank:
+    """`W D`, in the precision that `Steering.delta` tells."""
+    wide = torch.promote_types(linear.like.dtype, torch.float32)
+    return LowRank(linear.after(steering.D.to(wide)).B.double(), steering.D.A)

@@ -150,7 +150,7 @@ class RowsFold(ABC):
     def _put(self, overlay: Overlay, linear: LinearMap, delta: LowRank) -> None:
         """Lend an edit, for more positions than the map has outputs (or inputs) in no more factors than it has."""
         dtype = self._factor_dtype()
-        W = float(torch.linalg.vector_norm(linear.weight, dtype=dtype))
+        W = linear.norm(dtype)
         ratio = delta.norm() / W if W else math.inf
         self.numbers["weight_ratio"] = max(self.numbers.get("weight_ratio", 0.0), ratio)
         if delta.rank > min(delta.shape):

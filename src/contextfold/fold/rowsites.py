@@ -174,7 +174,7 @@ class AllRows(DenseRows):
             solution = min_norm_update(z, z_C - z, self._metric("z"))
             self._judge(solution)
             self.steering = solution.delta
-        self._put(overlay, linear, LowRank(linear.weight.double() @ self.steering.B, self.steering.A))
+        self._put(overlay, linear, linear.after(self.steering))
 
 
 @dataclass(eq=False)
