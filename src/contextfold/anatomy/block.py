@@ -161,7 +161,7 @@ class OffloadedMap(LinearMap):
 
     @property
     def weight(self) -> Tensor:
-        # Not copied: it stays valid when the module lets go of it, and where it is a part of a file, it takes no memory.
+        # Not copied: it stays valid when the module lets go of it, and a part of a file takes no memory.
         with in_memory(self.module):
             return super().weight
 
