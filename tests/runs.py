@@ -122,4 +122,41 @@ def bake() -> dict[str, Any]:
                       for k in range(2)], "receipt": RECEIPT}  # fmt: skip
 
 
-ALL = {"fold": fold, "sequence": sequence, "generate": generate, "ablate": ablate, "bake": bake}
+def reproduce() -> dict[str, Any]:
+    def columns(gap: float) -> dict[str, Any]:
+        return {"logit_gap": [gap, 2 * gap], "same": [True, False]}
+
+    rows = [
+        ("agreement, %", HOSTILE[1], 87.5, 99.0, "aimed elsewhere"), ("agreement, %", "no patch", None, 0.25, ""),
+        ("$course_{", "steps", "decay", HOSTILE[0], "words beside words"), ("$course_{", "size", 100, None, HOSTILE[2]),
+    ]  # fmt: skip
+    curves = {"theorem": {"written": columns(1e-6), "perturbed": columns(250.0)}, "x": {"written": columns(0.0)}}
+    prompt = {
+        "prompt": HOSTILE[0], "texts": {"in_context": "said", "theorem": "said", "x": HOSTILE[1]}, "tokens": 2,
+        "curves": curves, "unpatched": columns(12.5), "u": {"counts": [[0] * 9 + [3, 5] + [0] * 9] * 2},
+        "held": {"theorem": {"alone": [[True, False], [True, True]]}},
+    }  # fmt: skip
+    return copy.deepcopy(
+        {
+            "paper": "2511.17864", "title": HOSTILE[2], "model": HOSTILE[0], "quick": False,
+            "rows": [
+                {"section": section, "figure": name, "published": published, "ours": ours,
+                 "difference": 11.5 if ours == 99.0 else None, "note": note}
+                for section, name, published, ours, note in rows
+            ],
+            "not_reproduced": [{"what": "a larger model", "why": HOSTILE[1]}], "seconds": 12.5,
+            "processor_seconds": 11.25, "receipt": RECEIPT,
+            "parts": [{"name": "float32-prompt-1", "seconds": 12.5, "processor_seconds": 11.25, "resumed": True}],
+            "details": {"float32-prompt-1": prompt},
+        }
+    )  # fmt: skip
+
+
+ALL = {"fold": fold, "sequence": sequence, "generate": generate, "ablate": ablate, "bake": bake, "reproduce": reproduce}
+
+SENTENCES = {
+    "ablate": "every patch leaves a logit gap of at most 1e-05",
+    "reproduce": "4 rows. A published number stands beside 1: 0 equal, 1 different. The paper's words stand beside 1. "
+    "Published, but not measurable here: 1. Reported by the paper, but not reproduced: 1; the reasons are below.",
+}
+"""Of the kinds whose JSON has no verdict: what the page says in its place."""

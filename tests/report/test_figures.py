@@ -55,6 +55,28 @@ def test_a_histogram_shows_shares():
     assert drawn.mask[0].tolist() == [True, False, False, True]
 
 
+def test_published_and_ours_stand_beside_each_other():
+    rows = [
+        {"figure": "a", "published": 87.5, "ours": 99.0},
+        {"figure": "b $_{", "published": None, "ours": 2.0},
+        {"figure": "c", "published": 100.0, "ours": None},
+    ]
+    ax = figures.beside(rows, percent=True).axes[0]
+    points = {(line.get_marker(), *map(float, line.get_xydata()[0])) for line in ax.lines if len(line.get_xdata()) == 1}
+    assert points == {("s", 87.5, 0.0), ("o", 99.0, 0.0), ("o", 2.0, 1.0), ("s", 100.0, 2.0)}
+    assert [text.get_text() for text in ax.texts] == ["a", "b $_{", "c"]
+    assert ax.get_xlim()[0] < 0
+    assert ax.get_xlim()[1] > 100
+
+
+def test_curves_keep_their_points_and_draw_zeros_below():
+    ax = figures.curves({"first": [(1.0, 0.5), (10.0, 0.0)], "second": [(5.0, 4.0)]}, "x", "y", "xy").axes[0]
+    assert [line.get_xdata().tolist() for line in ax.lines] == [[1.0, 10.0], [5.0]]
+    assert ax.lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.5 / 3])
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert figures.curves({"a": [(1.0, 0.0)]}, "x", "y").axes[0].lines[0].get_ydata().tolist() == [0.0]
+
+
 def test_singular_values_stand_in_axes_of_their_map():
     figure = figures.singular_values(runs.SPECTRA)
     assert len(figure.axes) == 1

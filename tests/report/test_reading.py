@@ -22,13 +22,18 @@ def test_every_kind_is_recognised(name, tmp_path):
     path.write_text(json.dumps(runs.ALL[name]()), encoding="utf-8")
     run = read(path)
     assert run.kind.name == name
-    assert run.holds == (name != "generate")
+    assert run.holds is {"generate": False, "reproduce": None}.get(name, True)
     assert {kind.name for kind in KINDS} == set(runs.ALL) == set(SECTIONS)
 
 
 @pytest.mark.parametrize(
     ("file", "kind"),
-    [("demo", "fold"), ("paper-gemma3-270m-float32-balanced", "fold"), ("sequence-smollm2-64", "sequence")],
+    [
+        ("demo", "fold"),
+        ("paper-gemma3-270m-float32-balanced", "fold"),
+        ("sequence-smollm2-64", "sequence"),
+        *((path.stem, "reproduce") for path in MEASURED.glob("reproduce-*.json")),
+    ],
 )
 def test_files_of_the_repository_are_read(file, kind):
     assert read(MEASURED / f"{file}.json").kind.name == kind
@@ -83,6 +88,35 @@ def test_damage_is_named_where_it_is(change, words):
     change(damaged)
     with pytest.raises(InputError, match=words):
         run_of(damaged)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: run["rows"][0].update(ours=[1]), r"rows\[0\].ours should be a number or a text, but is \[1\]"),
+        (lambda run: run["rows"][0].update(ours=True), r"rows\[0\].ours should be a number or a text, but is True"),
+        (lambda run: run["rows"][1].pop("note"), r"key rows\[1\].note is missing"),
+        (lambda run: run.update(rows=[]), "nothing stands under rows"),
+        (lambda run: run["parts"].append(run["parts"][0]), "parts that belong together have lengths 1, 2"),
+        (lambda run: part(run)["u"]["counts"][0].pop(), "counts of float32-prompt-1 .* have lengths 19, 20"),
+        (lambda run: part(run)["unpatched"]["logit_gap"].pop(), "logit_gap of float32-prompt-1 .* lengths 1, 2"),
+        (
+            lambda run: part(run)["curves"]["x"].pop("written"),
+            "key details.float32-prompt-1.curves.x.written is missing",
+        ),
+        (lambda run: part(run)["curves"]["theorem"]["perturbed"]["logit_gap"].pop(), "logit_gap of .* lengths 1, 2"),
+        (lambda run: part(run)["held"].update(theorem={"alone": [True]}), "theorem.alone.* should be a list"),
+    ],
+)
+def test_damage_of_a_reproduction_is_named_too(change, words):
+    damaged = runs.reproduce()
+    change(damaged)
+    with pytest.raises(InputError, match=words):
+        run_of(damaged)
+
+
+def part(run):
+    return run["details"]["float32-prompt-1"]
 
 
 def test_shapes_say_what_they_met():

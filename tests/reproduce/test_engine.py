@@ -180,6 +180,8 @@ def test_every_key_is_documented(tmp_path):
         (("2511.17864", "--model", "nowhere"), "no model 'nowhere'"),
         (("2511.17864", "--out", "missing/out.json"), "cannot write"),
         (("2511.17864", "--work", "file/work"), "cannot keep work"),
+        (("2511.17864", "--report", "page.txt"), "--report page.txt would hold HTML"),
+        (("2511.17864", "--report", "missing/page.html"), "choose another --report"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(call, tmp_path, monkeypatch, arguments, said):
@@ -192,7 +194,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(call, tmp_path, monkeypatc
     assert printed == ""
     assert said in complaint
     assert "Traceback" not in complaint
-    assert not list(tmp_path.rglob("*.json"))
+    assert not [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.html")]
 
 
 def test_two_processes_find_what_one_finds(call, tmp_path):

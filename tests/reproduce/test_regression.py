@@ -179,7 +179,7 @@ def test_every_position_of_every_block_is_met(norms):
 @pytest.mark.parametrize("number", ["2507.16003", "2512.11255"])
 def test_the_command_prints_words_beside_words(call, tmp_path, number):
     asked = ("reproduce", number, "--quick", "--work", tmp_path / "w", "--json")
-    code, printed, _ = call(*asked, "--out", tmp_path / "out.json")
+    code, printed, _ = call(*asked, "--out", tmp_path / "out.json", "--report", tmp_path / "page.html")
     assert code == 0
     found = json.loads(printed)
     assert found["model"] is None
@@ -188,6 +188,11 @@ def test_the_command_prints_words_beside_words(call, tmp_path, number):
     assert all(row["difference"] is None or isinstance(row["published"], float) for row in found["rows"])
     assert json.loads((tmp_path / "out.json").read_text()) == found
     assert call(*asked[:-1])[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Quick form" in page
+    for k, row in enumerate(found["rows"]):
+        ours = row["ours"]
+        assert (f'value="{ours}" data-key="rows/{k}/ours"' if isinstance(ours, float | int) else ours) in page
     code, printed, said = call("reproduce", number, "--model", "smollm2", "--work", tmp_path / "w")
     assert (code, printed) == (2, "")
     assert "trains its own models" in said

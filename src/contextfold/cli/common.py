@@ -102,14 +102,26 @@ def read_spans(keep: str, length: int | None) -> tuple[tuple[int, int], ...]:
     return tuple(SINK) if keep == "sink" else prompts.parse_spans(keep, sys.maxsize if length is None else length)
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, option: str = "--out") -> None:
     """Before minutes of work, not after."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: its folder does not exist, or it is a folder; choose another --out")
+        raise InputError(f"cannot write {path}: its folder does not exist, or it is a folder; choose another {option}")
     if not os.access(path.parent, os.W_OK):
-        raise InputError(f"cannot write to {path.parent}: permission denied; choose another --out")
+        raise InputError(f"cannot write to {path.parent}: permission denied; choose another {option}")
+
+
+def check_page(path: Path | None, option: str) -> None:
+    """Whether a report can be made and written there, before the work."""
+    from contextfold.report import check_extra
+
+    if path is None:
+        return
+    check_writable(path, option)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"{option} {path} would hold HTML; give it a name that ends in .html")
+    check_extra()
 
 
 @contextmanager

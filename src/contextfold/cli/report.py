@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from contextfold.cli.common import JsonOption, check_writable, show_or_json, steps
+from contextfold.cli.common import JsonOption, check_page, show_or_json, steps
 from contextfold.errors import InputError
 
 
@@ -15,7 +15,9 @@ def report(
     out_file: Annotated[Path, typer.Option("--out", help="The page to write, such as report.html.")],
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Files with the JSON of fold, verify, demo, generate, ablate or bake."),
+        typer.Argument(
+            metavar="RUN...", help="Files with what fold, verify, demo, generate, ablate, bake or reproduce wrote."
+        ),
     ] = None,
     patch: Annotated[
         list[Path] | None, typer.Option(help="A patch file to draw, its norms and spectra; may be repeated.")
@@ -29,10 +31,7 @@ def report(
     files, patches = runs or [], patch or []
     if not files and not patches:
         raise InputError("nothing to report: name files that --json wrote, or --patch FILE")
-    check_writable(out_file)
-    if out_file.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"--out {out_file} would hold HTML; give it a name that ends in .html")
-    pages.check_extra()
+    check_page(out_file, "--out")
     read = [pages.read(path) for path in files]
     stored = [patchfile.load(path) for path in patches]
     chapters: list[Any] = []

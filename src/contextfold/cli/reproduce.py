@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from contextfold.cli.common import JsonOption, check_writable, err, out, show_or_json
+from contextfold.cli.common import JsonOption, check_page, check_writable, err, out, show_or_json
 from contextfold.errors import InputError
 
 
@@ -23,6 +23,9 @@ def reproduce(
         Path | None, typer.Option(help="Folder for finished parts; a run that was stopped goes on there.")
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="A file for the JSON.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A page to write besides, as `contextfold report` makes it; ends in .html.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Parts that run at once, each in a process with one thread.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, to see that it runs.")] = False,
     as_json: JsonOption = False,
@@ -36,6 +39,7 @@ def reproduce(
 
     chosen = paper_named(paper)
     check_writable(out_file)
+    check_page(report, "--report")
     if model is not None and chosen.model is None:
         raise InputError(f"{chosen.number} trains its own models, so it takes no --model; leave it out")
     if jobs < 1:
@@ -54,9 +58,19 @@ def reproduce(
     payload = outcome.to_json()
     if out_file is not None:
         write_json(out_file, payload)
+    if report is not None:
+        _write_page(payload, chosen.number, report)
     show_or_json(as_json, payload, lambda: outcome_view(outcome))
-    if out_file is not None and not as_json:
-        out.print(f"Wrote {out_file}.")
+    for path in (out_file, report):
+        if path is not None and not as_json:
+            out.print(f"Wrote {path}.")
+
+
+def _write_page(payload: Any, number: str, path: Path) -> None:
+    from contextfold import report as pages
+
+    run = pages.run_of(payload, f"contextfold reproduce {number}")
+    pages.save(pages.page([pages.chapter(run, 1)]), path)
 
 
 def _folder(number: str) -> Path:

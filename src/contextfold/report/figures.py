@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from contextfold.report.canvas import BLUE, GRID, MUTED, ORANGE, SERIES, axes, label_rows, plain, style
+from contextfold.report.ticks import colour_bar, floor_of, integers, legend, logarithmic, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
+    "beside",
+    "curves",
     "edit_norms",
     "gaps",
     "heat_map",
@@ -32,23 +36,20 @@ __all__ = [
 
 Row = Mapping[str, Any]
 
-TINY = 1e-17
-"""Where a zero is drawn on a logarithmic axis that has nothing else."""
-
 
 def gaps(rows: Sequence[tuple[str, float | None, str]]) -> Figure:
     """Logit gaps on a logarithmic axis: name, gap, and `patched`, `reference` or `control`."""
     looks = {"patched": (BLUE, "o"), "reference": (MUTED, "D"), "control": (ORANGE, "s")}
     with style():
         figure, (ax,) = axes(0.55 + 0.24 * len(rows))
-        floor = _floor([gap for _, gap, _ in rows])
+        floor = floor_of([gap for _, gap, _ in rows])
         for k, (_, gap, kind) in enumerate(rows):
             if gap is None:
                 continue
             colour, marker = looks[kind]
             ax.plot([floor, max(gap, floor)], [k, k], color=GRID, linewidth=1.2)
             ax.plot(max(gap, floor), k, marker=marker, color=colour, markersize=6)
-        _log(ax, "x")
+        logarithmic(ax, "x")
         label_rows(ax, [name for name, _, _ in rows])
         ax.set_xlabel("logit gap (log scale)")
     return figure
@@ -78,11 +79,11 @@ def heat_map(
         ax.grid(visible=False)
         for place in breaks:
             ax.axvline(place - 0.5, color="white", linewidth=1.0)
-        _whole(ax, grid.shape[1], "x")
-        _whole(ax, grid.shape[0], "y")
+        whole(ax, grid.shape[1], "x")
+        whole(ax, grid.shape[0], "y")
         ax.set_xlabel(across)
         ax.set_ylabel("layer")
-        _scale(figure, image, label)
+        colour_bar(figure, image, label)
     return figure
 
 
@@ -111,7 +112,7 @@ def edit_norms(spectra: Sequence[Row]) -> Figure:
         for k, (role, rows) in enumerate(_roles(spectra).items()):
             _by_layer(ax, rows, "norm", k, role)
         ax.set_ylabel("norm of the change")
-        _legend(ax)
+        legend(ax)
     return figure
 
 
@@ -127,10 +128,10 @@ def singular_values(spectra: Sequence[Row]) -> Figure:
                 named = {"label": f"layer {row['layer']}", "zorder": 3} if k in marked else {"alpha": 0.25}
                 points = [(n, s) for n, s in zip(row["numbers"], row["singular_values"], strict=True) if s > 0]
                 ax.plot(*zip(*points, strict=True), color=look[0], linestyle=look[2], **named) if points else None
-            _log(ax)
+            logarithmic(ax)
             # A title would meet the legend above the axes.
             ax.set_ylabel(f"singular value\n{plain(role)}").set_parse_math(False)
-            _legend(ax)
+            legend(ax)
         panels[-1].set_xlabel("number, the largest first")
     return figure
 
@@ -151,12 +152,12 @@ def u_histogram(layers: Sequence[Row], edges: Sequence[float]) -> Figure:
             extent=(exponents[0] - step, exponents[-1] + step, -0.5, len(layers) - 0.5),
         )  # fmt: skip
         ax.grid(visible=False)
-        _whole(ax, len(layers), "y")
+        whole(ax, len(layers), "y")
         ticks = [k for k in range(-8, 2, 2) if exponents[0] <= k <= exponents[-1]]
         ax.set_xticks(ticks, labels=[f"1e{k}" for k in ticks])
         ax.set_xlabel("size of u (below the first tick: smaller, or zero)")
         ax.set_ylabel("layer")
-        _scale(figure, image, "share of the entries")
+        colour_bar(figure, image, "share of the entries")
     return figure
 
 
@@ -167,16 +168,16 @@ def step_gaps(rows: Sequence[Row], series: Mapping[str, str], across: str = "tok
         for k, (key, name) in enumerate(series.items()):
             points = [(i, row[key]) for i, row in enumerate(rows) if row.get(key) is not None]
             colour, marker, dash = SERIES[k]
-            floor = _floor([gap for _, gap in points])
+            floor = floor_of([gap for _, gap in points])
             ax.plot(
                 [i for i, _ in points], [max(gap, floor) for _, gap in points], label=name, color=colour,
                 marker=marker if len(points) < 80 else "", linestyle=dash,
             )  # fmt: skip
-        _log(ax)
+        logarithmic(ax)
         ax.set_ylabel("logit gap")
         ax.set_xlabel(across)
-        _whole(ax, len(rows), "x")
-        _legend(ax)
+        whole(ax, len(rows), "x")
+        legend(ax)
     return figure
 
 
@@ -208,16 +209,16 @@ def questions(rows: Sequence[Row]) -> Figure:
 def _pairs(rows: Sequence[Row], first: tuple[str, str], second: tuple[str, str], across: str) -> Figure:
     with style():
         figure, (ax,) = axes(2.8)
-        floor = _floor([row[key] for row in rows for key in (first[0], second[0])])
+        floor = floor_of([row[key] for row in rows for key in (first[0], second[0])])
         for k, row in enumerate(rows):
             ax.plot([k, k], [max(row[first[0]], floor), max(row[second[0]], floor)], color=GRID, linewidth=1.2)
         for (key, name), colour, marker in ((first, ORANGE, "s"), (second, BLUE, "o")):
             ax.plot([max(row[key], floor) for row in rows], marker, color=colour, label=name)
-        _log(ax)
+        logarithmic(ax)
         ax.set_ylabel("KL, nats per token")
         ax.set_xlabel(across)
-        _whole(ax, len(rows), "x")
-        _legend(ax)
+        whole(ax, len(rows), "x")
+        legend(ax)
     return figure
 
 
@@ -249,7 +250,7 @@ def places(sites: Sequence[Row]) -> Figure:
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         ax.set_ylabel("explained")
         ax.set_xlabel("layer")
-        _legend(ax)
+        legend(ax)
     return figure
 
 
@@ -263,6 +264,68 @@ def part_costs(parts: Sequence[Row]) -> Figure:
             ax.barh(range(len(parts)), [part[key] for part in parts], height=0.55, color=BLUE)
             label_rows(ax, [part["name"] for part in parts])
             ax.set_xlabel(name)
+    return figure
+
+
+def beside(rows: Sequence[Row], percent: bool = False) -> Figure:
+    """Published figures and ours in one unit, a line per row with its name above; a row may lack either.
+
+    `percent`: the axis shows 0 to 100 at least.
+    """
+    names = [textwrap.fill(plain(row["figure"], 160), NAME) for row in rows]
+    deep = max(name.count("\n") for name in names)
+    with style():
+        figure, (ax,) = axes(0.75 + (0.4 + 0.14 * deep) * len(rows))
+        seen = [row[key] for row in rows for key in ("published", "ours") if row[key] is not None]
+        for k, row in enumerate(rows):
+            both = [row[key] for key in ("published", "ours") if row[key] is not None]
+            ax.plot([min(both), max(both)], [k, k], color=GRID, linewidth=2.5)
+            # The square is wider than the dot, so that equal figures show both.
+            for key, look, colour, size, fill in STATED:
+                if row[key] is not None:
+                    ax.plot(row[key], k, look, color=colour, markersize=size, fillstyle=fill, markeredgewidth=1.4)
+            at = ax.get_yaxis_transform()
+            ax.text(0.0, k - 0.2, names[k], transform=at, va="bottom", parse_math=False, fontsize=8, linespacing=1.0)
+        for key, look, colour, _, fill in STATED:
+            if any(row[key] is not None for row in rows):
+                ax.plot([], [], look, color=colour, label=key, fillstyle=fill)
+        if percent:
+            ax.set_xlim(min(-4.0, *seen) - 1, max(104.0, *seen) + 1)
+        elif min(seen) > 0 and max(seen) > 10 * min(seen):
+            logarithmic(ax, "x")
+        ax.set_ylim(len(rows) - 0.6, -0.9)
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+        legend(ax)
+    return figure
+
+
+STATED = (("published", "s", ORANGE, 8.0, "none"), ("ours", "o", BLUE, 4.5, "full"))
+"""Key, marker, colour, size and filling of the two sides of a reproduction."""
+
+NAME = 56
+"""Characters of a row's name on one line: as many as are as wide as a figure."""
+
+
+def curves(lines: Mapping[str, Sequence[tuple[float, float]]], across: str, label: str, log: str = "") -> Figure:
+    """Named lines of (x, y), in the order that they come; `log` names the axes that are logarithmic, such as `xy`."""
+    with style():
+        figure, (ax,) = axes(2.9)
+        for k, (name, points) in enumerate(lines.items()):
+            colour, marker, dash = SERIES[k % len(SERIES)]
+            floor = floor_of([y for _, y in points]) if "y" in log else -math.inf
+            ax.plot(
+                [x for x, _ in points], [max(y, floor) for _, y in points], color=colour, linestyle=dash, label=name,
+                marker=marker, markevery=max(1, len(points) // 12), fillstyle="full" if k < len(SERIES) else "none",
+            )  # fmt: skip
+        for which in ("x", "y"):
+            if which in log:
+                logarithmic(ax, which)
+        if "x" not in log and all(float(x).is_integer() for points in lines.values() for x, _ in points):
+            ax.xaxis.set_major_locator(integers())
+        ax.set_xlabel(across)
+        ax.set_ylabel(label)
+        legend(ax)
     return figure
 
 
@@ -286,68 +349,6 @@ def _by_layer(ax: Axes, rows: Sequence[Row], key: str, series: int, name: str | 
         [x for x, _ in points], [y for _, y in points], color=colour, marker=marker, linestyle=dash, label=name,
         fillstyle="full" if series < len(SERIES) else "none",
     )  # fmt: skip
-    _log(ax)
-    ax.xaxis.set_major_locator(_integers())
+    logarithmic(ax)
+    ax.xaxis.set_major_locator(integers())
     ax.set_xlabel("layer")
-
-
-def _log(ax: Axes, which: Literal["x", "y"] = "y") -> None:
-    """A logarithmic axis whose ticks read like the numbers on the page; between powers of ten only where few are seen.
-
-    To be called when everything is drawn.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    (ax.set_yscale if which == "y" else ax.set_xscale)("log")
-    axis = ax.yaxis if which == "y" else ax.xaxis
-    low, high = sorted(ax.get_ylim() if which == "y" else ax.get_xlim())
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    near = high < 20 * low
-    axis.set_major_locator(LogLocator(numticks=6 if which == "x" else 9))
-    axis.set_major_formatter(plain)
-    axis.set_minor_locator(LogLocator(subs=(2.0, 5.0) if near else (), numticks=12))
-    axis.set_minor_formatter(plain if near else NullFormatter())
-
-
-def _scale(figure: Figure, image: Any, label: str) -> None:
-    """What the colours mean, above the axes."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    bar = figure.colorbar(image, ax=image.axes, location="top", aspect=40, pad=0.02)
-    bar.set_label(label)
-    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    low, high = image.get_clim()
-    near = FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-    bar.ax.xaxis.set_minor_formatter(near if high < 20 * low else NullFormatter())
-    bar.outline.set_visible(False)
-
-
-def _integers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=8, integer=True)
-
-
-def _legend(ax: Axes) -> None:
-    """Below the plot, where it hides nothing, as plain text whatever the names hold."""
-    handles, labels = ax.get_legend_handles_labels()
-    if not handles:
-        return
-    columns = 1 if max(map(len, labels)) > 18 else 3 if max(map(len, labels)) < 10 else 2
-    legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.05, 1.0), ncols=columns, borderaxespad=0.0)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-        text.set_text(plain(text.get_text()))
-
-
-def _whole(ax: Axes, count: int, which: str) -> None:
-    """Ticks at whole numbers, few enough to be read."""
-    step = max(1, next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if count / s <= 8))
-    ticks = list(range(0, count, step))
-    (ax.set_xticks if which == "x" else ax.set_yticks)(ticks, labels=[str(t) for t in ticks])
-
-
-def _floor(values: Sequence[float | None]) -> float:
-    """Where zeros are drawn on a logarithmic axis: below everything else."""
-    found = [value for value in values if value is not None and value > 0 and math.isfinite(value)]
-    return min(found) / 3 if found else TINY

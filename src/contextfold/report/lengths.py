@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["ablate_lengths", "bake_lengths", "fold_lengths", "generate_lengths", "sequence_lengths", "uneven"]
+from contextfold.magnitudes import EDGES
+
+__all__ = [
+    "ablate_lengths",
+    "bake_lengths",
+    "fold_lengths",
+    "generate_lengths",
+    "reproduce_lengths",
+    "sequence_lengths",
+    "uneven",
+]
 
 Found = Mapping[str, Any]
 Lengths = Iterator[tuple[str, list[int]]]
@@ -60,6 +70,47 @@ def bake_lengths(found: Found) -> Lengths:
     if found.get("held_out") is not None:
         yield "held_out", [len(found["held_out"])]
     yield from _spectra(found)
+
+
+def reproduce_lengths(found: Found) -> Lengths:
+    yield "rows", [len(found["rows"])]
+    yield "parts", [len(found["parts"]), len(found["details"])]
+    known = _PAPERS.get(found["paper"])
+    if known is not None:
+        for name, part in found["details"].items():
+            yield from known(name, part)
+
+
+def _prompt_lengths(name: str, part: Found) -> Lengths:
+    ways = [curve.get(way) for curve in (part.get("curves") or {}).values() for way in ("written", "perturbed")]
+    columns = [way["logit_gap"] for way in ways if way]
+    if columns:
+        yield f"logit_gap of {name}", [*map(len, columns), len((part.get("unpatched") or {}).get("logit_gap", ()))]
+    for counts in part["u"]["counts"]:
+        yield f"counts of {name}", [len(EDGES) + 1, len(counts)]
+
+
+def _block_lengths(name: str, part: Found) -> Lengths:
+    if part.get("step_norm") is not None:
+        yield f"step_norm of {name}", [len(row) for row in part["step_norm"]]
+    if part.get("sgd") is not None:
+        curves = [curve for curve in part["sgd"]["sgd"].values() if curve is not None]
+        yield f"sgd of {name}", [len(part["sgd"]["implicit"]), *map(len, curves)]
+    if part.get("static") is not None:
+        yield f"static of {name}", [len(part["static"]["queries"]), len(part["static"]["share"])]
+
+
+def _position_lengths(name: str, part: Found) -> Lengths:
+    yield f"blocks of {name}", [len(seed["blocks"]) for seed in part["seeds"]]
+    yield f"norms of {name}", [len(block["norms"]) for seed in part["seeds"] for block in seed["blocks"]]
+
+
+_PAPERS: Mapping[str, Callable[[str, Found], Lengths]] = {
+    "2511.17864": _prompt_lengths,
+    "2507.16003": _block_lengths,
+    "2512.11255": _position_lengths,
+}
+"""By the number of a paper, what belongs together in a part of its details."""
 
 
 def _spectra(found: Found) -> Lengths:

@@ -17,6 +17,7 @@ from contextfold.report.parts import Section
 from contextfold.report.reading import Run
 from contextfold.report.sections_fold import fold_sections, sequence_sections
 from contextfold.report.sections_other import ablate_sections, bake_sections, file_sections, generate_sections
+from contextfold.report.sections_paper import paper_sections, paper_sentence, paper_title
 
 __all__ = ["SECTIONS", "Chapter", "chapter", "chapter_of_patch", "check_extra", "page", "save"]
 
@@ -26,6 +27,7 @@ SECTIONS: Mapping[str, Callable[[Run, str], list[Section]]] = {
     "generate": generate_sections,
     "ablate": ablate_sections,
     "bake": bake_sections,
+    "reproduce": paper_sections,
 }
 """By the name of a kind."""
 
@@ -36,6 +38,8 @@ class Chapter:
 
     name: str
     """Unique on the page."""
+    kind: str
+    """Name of the kind of run, or `patch`."""
     title: str
     source: str
     holds: bool | None
@@ -57,15 +61,18 @@ def chapter(run: Run, number: int) -> Chapter:
     """Draws the figures of one run, which takes a second or two."""
     found = run.found
     name = f"run{number}"
-    title = f"{run.kind.title}: {found['model']}, {found['dtype']}"
-    sentence = found.get("verdict") or _ablation(run)
-    return Chapter(name, title, run.source, run.holds, sentence, SECTIONS[run.kind.name](run, name))
+    if run.kind.name == "reproduce":
+        title, sentence = paper_title(found), paper_sentence(found)
+    else:
+        title = f"{run.kind.title}: {found['model']}, {found['dtype']}"
+        sentence = found.get("verdict") or _ablation(run)
+    return Chapter(name, run.kind.name, title, run.source, run.holds, sentence, SECTIONS[run.kind.name](run, name))
 
 
 def chapter_of_patch(patch: Patch, source: str, number: int) -> Chapter:
     name = f"patch{number}"
     return Chapter(
-        name, f"Patch file: {patch.header.model_type}", source, None, repr(patch), file_sections(patch, name)
+        name, "patch", f"Patch file: {patch.header.model_type}", source, None, repr(patch), file_sections(patch, name)
     )
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "escaped",
     "number",
     "readable",
+    "shown",
     "visible",
 ]
 
@@ -77,6 +78,8 @@ class Table:
     """Shown at once; others unfold."""
     words: bool = False
     """Its cells are words, which may break anywhere."""
+    notes: Sequence[str] = ()
+    """A line below the first cell of each row, `""` for none; no lines at all where this is empty."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class Section:
 def number(found: Mapping[str, Any], key: str, form: str = "g") -> Number:
     """The entry at `key`, a JSON pointer without its first slash (RFC 6901), such as `layers/3/condition`.
 
-    `form`: `g`, two digits; `n`, a whole number; `%`, per cent with one decimal; `+`, three digits and a sign.
+    `form`: `g`, two digits; `4`, four; `n`, a whole number; `%`, per cent with one decimal; `+`, three digits with
+    their sign.
     """
     value: Any = found
     for step in key.split("/"):
@@ -159,7 +163,9 @@ def shown(value: float | int | None, form: str = "g") -> str:
     """As in the terminal: two digits, or a dash."""
     if value is None or not math.isfinite(value):
         return "–"
-    return {"g": f"{value:.2g}", "n": f"{value:.0f}", "%": f"{value:.1%}", "+": f"{value:+.3g}"}[form]
+    return {"g": f"{value:.2g}", "4": f"{value:.4g}", "n": f"{value:.0f}", "%": f"{value:.1%}", "+": f"{value:+.3g}"}[
+        form
+    ]
 
 
 def drawing(

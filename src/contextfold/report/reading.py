@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from contextfold.errors import InputError
+from contextfold.report.details import detail_shape
 from contextfold.report.lengths import (
     ablate_lengths,
     bake_lengths,
     fold_lengths,
     generate_lengths,
+    reproduce_lengths,
     sequence_lengths,
     uneven,
 )
-from contextfold.report.shapes import Each, Maybe, Shape, misfit
+from contextfold.report.shapes import Each, Either, Maybe, Shape, misfit
 
 __all__ = ["KINDS", "Kind", "Run", "read", "run_of"]
 
@@ -36,12 +38,14 @@ class Kind:
     """Which commands print it."""
     marks: frozenset[str]
     """Keys that no other kind has together."""
-    verdict: str
-    """Key that says whether it was proven."""
+    verdict: str | None
+    """Key that says whether it was proven; None where figures are stated and nothing is judged."""
     shape: Mapping[str, Shape]
     """What the page reads."""
     lengths: Callable[[Mapping[str, Any]], Iterator[tuple[str, list[int]]]]
     """Which lists belong together."""
+    inner: Callable[[Mapping[str, Any]], Mapping[str, Shape]] = field(default=lambda found: {})
+    """What else it reads, where that depends on the run."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ class Run:
     found: Mapping[str, Any]
 
     @property
-    def holds(self) -> bool:
-        return bool(self.found[self.kind.verdict])
+    def holds(self) -> bool | None:
+        """None where nothing was to be proven."""
+        return None if self.kind.verdict is None else bool(self.found[self.kind.verdict])
 
 
 _TEXTS = Maybe(Each(Maybe(str)))
@@ -185,7 +190,26 @@ BAKE = Kind(
     bake_lengths,
 )  # fmt: skip
 
-KINDS = (FOLD, SEQUENCE, GENERATE, ABLATE, BAKE)
+_STATED = Maybe(Either((float, str)))
+
+REPRODUCE = Kind(
+    "reproduce", "A paper's figures beside ours", "reproduce", frozenset({"paper", "rows", "not_reproduced"}), None,
+    {
+        "paper": str, "title": str, "model": Maybe(str), "quick": bool, "seconds": float, "processor_seconds": float,
+        "rows": [
+            {
+                "section": str, "figure": str, "published": _STATED, "ours": _STATED, "difference": Maybe(float),
+                "note": str,
+            }
+        ],
+        "not_reproduced": [{"what": str, "why": str}],
+        "parts": [{"name": str, "seconds": float, "processor_seconds": float, "resumed": bool}],
+        "details": Each(Each(object)), "receipt": Maybe(Each(Maybe(object))),
+    },
+    reproduce_lengths, detail_shape,
+)  # fmt: skip
+
+KINDS = (FOLD, SEQUENCE, GENERATE, ABLATE, BAKE, REPRODUCE)
 
 
 def read(path: Path) -> Run:
@@ -211,10 +235,10 @@ def run_of(found: object, source: str = "run") -> Run:
         met = f"an object with {', '.join(sorted(keys)[:4]) or 'no keys'}" if isinstance(found, dict) else "no object"
         known = "; ".join(kind.commands for kind in KINDS)
         raise InputError(f"{source} is {met}, not what a command of these prints with --json: {known}")
-    wrong = misfit(found, dict(kind.shape))
+    assert isinstance(found, dict)
+    wrong = misfit(found, dict(kind.shape)) or misfit(found, dict(kind.inner(found)))
     if wrong is not None:
         raise InputError(f"{source} looks like the JSON of {kind.commands}, but {wrong}; run the command again")
-    assert isinstance(found, dict)
     wrong = uneven(kind.lengths(found))
     if wrong is not None:
         raise InputError(f"{source}: {wrong}; run the command again")

@@ -115,7 +115,7 @@ def receipt(found: Row) -> Section:
     """How the run can be had again."""
     sites = found.get("sites") if isinstance(found.get("sites"), str) else None
     rows = {
-        "command": found.get("command"), "model": found["model"], "dtype": found["dtype"],
+        "command": found.get("command"), "model": found["model"], "dtype": found.get("dtype"),
         "rule": found.get("rule"), "fallback": found.get("fallback"), "sites": sites,
         "estimator": found.get("estimator"), "patch": found.get("patch"),
         "bytes of the patch": found.get("patch_bytes"), **(found.get("receipt") or {}),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Each", "Maybe", "Shape", "misfit"]
+__all__ = ["Each", "Either", "Maybe", "Shape", "misfit"]
 
 WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", object: "anything"}
 
@@ -25,7 +25,14 @@ class Each:
     shape: Shape
 
 
-Shape = type | Maybe | Each | list[Any] | dict[str, Any]
+@dataclass(frozen=True)
+class Either:
+    """One of several types of `WORDS`."""
+
+    kinds: tuple[type, ...]
+
+
+Shape = type | Maybe | Each | Either | list[Any] | dict[str, Any]
 """A type of `WORDS`; `[shape]`, a list of such; `{key: shape}`, an object with at least these keys; or the above."""
 
 
@@ -36,6 +43,9 @@ def misfit(value: object, shape: Shape, where: str = "") -> str | None:
     """
     if isinstance(shape, Maybe):
         return None if value is None else misfit(value, shape.shape, where)
+    if isinstance(shape, Either):
+        fits = any(_is(value, kind) for kind in shape.kinds)
+        return None if fits else _said(where, " or ".join(WORDS[kind] for kind in shape.kinds), value)
     if isinstance(shape, list):
         if not isinstance(value, list):
             return _said(where, "a list", value)
