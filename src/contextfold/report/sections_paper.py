@@ -81,7 +81,7 @@ def _rows(found: Row, name: str) -> list[Part]:
         notes = [readable(row["note"]) for _, row in rows]
         tables.append(
             Table(
-                "The same in numbers" if shown else readable(section), COLUMNS, cells, open=True,
+                f"In numbers: {readable(section)}" if shown else readable(section), COLUMNS, cells, open=True,
                 notes=notes if any(notes) else (),
             )
         )  # fmt: skip
