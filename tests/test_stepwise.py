@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import zoo
 from contextfold.anatomy import bind
@@ -16,6 +19,7 @@ from contextfold.patch import MatrixEdit, ScaleEdit
 from contextfold.runtime import Run, materialised, run
 from contextfold.stepwise import PAPER, Summary, Window, generate, pair
 from contextfold.stepwise.cache import KeptCache, SharedCache, empty_cache
+from contextfold.stepwise.once import few_rows
 from tiny import FLOAT32_NORMS, POST_NORM, TYPES, WITHOUT_SDPA, bits, build, shared, tokens
 
 PROMPT = tokens(14)
@@ -103,6 +107,45 @@ def test_other_forms_of_block(model_type):
     assert summary.matches == 3
     assert summary.worst_proven_gap < FLOAT32_NORMS * summary.unpatched_gap
     assert summary.unpatched_gap > 0.05
+
+
+def test_maps_of_the_branch_read_one_row_and_attention_two():
+    model = build("llama")
+    seen = {}
+    layer = model.model.layers[1]
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+        forward = layer.get_submodule(name).forward
+
+        def call(x, name=name, forward=forward):
+            seen.setdefault(name, []).append(x.shape[0])
+            return forward(x)
+
+        layer.get_submodule(name).forward = call
+    list(generate(model, PROMPT, tokens=3, prove_every=0))
+    # The steps after the first; before them the prompt is read, and the first row is checked by itself.
+    assert {name: counts[-2:] for name, counts in seen.items()} == {
+        "self_attn.q_proj": [2] * 2, "self_attn.o_proj": [2] * 2,
+        "mlp.gate_proj": [1] * 2, "mlp.up_proj": [1] * 2, "mlp.down_proj": [1] * 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_order_of_a_product_changes_no_logits(bias):
+    """Only a float32 vocabulary matrix takes the other order; the oracle calls it on all rows."""
+    head = nn.Linear(32, 500, bias=bias)
+    holder = SimpleNamespace(get_output_embeddings=lambda: head)
+    x = torch.randn(4, 1, 32)
+    with torch.no_grad(), ExitStack() as stack:
+        wanted = head(x)
+        few_rows(holder, stack)
+        heard = []
+        stack.callback(head.register_forward_hook(lambda _m, _a, output: heard.append(output)).remove)
+        assert torch.allclose(head(x), wanted, atol=1e-6, rtol=0)
+        assert heard[0].shape == (4, 1, 500)
+        few_rows(SimpleNamespace(get_output_embeddings=lambda: None), stack)
+    assert torch.equal(head(x), wanted)
+    assert not head._forward_hooks
+    assert not head._forward_pre_hooks
 
 
 @pytest.mark.parametrize("mistake", ["sign", "layer", "position", "kept"])

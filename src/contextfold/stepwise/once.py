@@ -1,62 +1,64 @@
-"""Linear maps that give the same in both rows are run on the first row alone.
+"""What a second row costs on a processor, and how it is spared.
 
-A map of a small model is bound by the arithmetic of its rows on a processor, so a second row that is known beforehand
-is not free: it costs from a tenth to the whole of the first, by the library that multiplies.
+The product of a matrix and one row is bound by memory, so a second row should be nearly free. On a processor it costs
+from a tenth to more than the whole of the first, by the library that multiplies. So maps whose second row is known are
+run on the first row alone, and the vocabulary matrix multiplies in the order that suits few rows.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from contextfold.anatomy import Block, DenseBlock, first_output
+from contextfold.anatomy import Block, DenseBlock
 
-__all__ = ["once"]
+__all__ = ["few_rows", "once"]
 
 
 def once(block: Block, rows: int, stack: ExitStack) -> None:
-    """Until `stack` closes, the maps of `block` read one of two equal halves of `2 rows` where that is all they need.
+    """Until `stack` closes, the maps of a dense branch read the first half of `2 rows` and give it twice.
 
-    The maps of a dense branch always do: what the patched half gives there is known from the first half, whatever it
-    reads. Other maps, those of attention before it mixes tokens, do where both halves are equal to the bit. To look
-    is free on a processor; on another device it would wait for the device, where a second row costs nothing anyway.
+    What the second half would give is not used: it is known from the first half, whatever the maps read.
     """
-    if next(block.layer.parameters()).device.type != "cpu":
+    if isinstance(block, DenseBlock):
+        for linear in block.maps:
+            stack.callback(linear.module.register_forward_pre_hook(partial(_first_half, rows)).remove)
+            # First of all hooks, so that the others see as many rows as ever.
+            stack.callback(linear.module.register_forward_hook(_twice, prepend=True).remove)
+
+
+def _first_half(rows: int, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0][:rows], *args[1:])
+
+
+def _twice(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return torch.cat([output, output])
+
+
+def few_rows(model: Any, stack: ExitStack) -> None:
+    """Until `stack` closes, a float32 vocabulary matrix gives `(W xᵀ)ᵀ` in place of `x Wᵀ`.
+
+    For two rows and a wide W the library takes a quarter to two thirds of the time in this order (docs/stepwise.md).
+    The module itself is called on no rows, so that whatever else listens to it still hears it.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.weight.device.type != "cpu" or head.weight.dtype != torch.float32:
         return
-    known = {linear.module for linear in block.maps} if isinstance(block, DenseBlock) else set()
-    for module in block.layer.modules():
-        if module in known or isinstance(module, nn.Linear | Conv1D):
-            _Half(rows, module in known).listen(module, stack)
+    inputs: list[Tensor] = []
 
+    def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inputs.append(args[0])
+        return (args[0][:0],)
 
-class _Half:
-    """The hooks of one map."""
+    def give(module: nn.Linear, args: object, output: Tensor) -> Tensor:
+        x = inputs.pop()
+        product = (module.weight @ x.reshape(-1, x.shape[-1]).T).T
+        logits = product if module.bias is None else product + module.bias
+        return logits.reshape(*x.shape[:-1], -1)
 
-    def __init__(self, rows: int, known: bool) -> None:
-        self.rows = rows
-        self.known = known
-        self.taken = False
-
-    def listen(self, module: nn.Module, stack: ExitStack) -> None:
-        stack.callback(module.register_forward_pre_hook(self._take).remove)
-        # First of all hooks, so that the others see as many rows as ever.
-        stack.callback(module.register_forward_hook(self._repeat, prepend=True).remove)
-
-    def _take(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        whole = args[0] if args else None
-        self.taken = isinstance(whole, Tensor) and whole.shape[0] == 2 * self.rows and self._alike(whole)
-        return (args[0][: self.rows], *args[1:]) if self.taken else None
-
-    def _alike(self, whole: Tensor) -> bool:
-        return self.known or torch.equal(whole[: self.rows], whole[self.rows :])
-
-    def _repeat(self, module: nn.Module, args: object, output: Any) -> Any:
-        if not self.taken:
-            return None
-        half = first_output(output)
-        whole = torch.cat([half, half])
-        return whole if isinstance(output, Tensor) else (whole, *output[1:])
+    stack.callback(head.register_forward_pre_hook(take).remove)
+    stack.callback(head.register_forward_hook(give, prepend=True).remove)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor
+from contextfold.anatomy.wrapped import device_of
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
 from contextfold.runtime import BlockState, before, keeps_logits
 from contextfold.stepwise.cache import SharedCache
-from contextfold.stepwise.once import once
+from contextfold.stepwise.once import few_rows, once
 from contextfold.stepwise.window import Batch
 
 __all__ = ["Pair", "Pairing", "forward"]
@@ -41,7 +42,7 @@ class Pair:
 @torch.no_grad()
 def forward(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
     """An ordinary forward with a cache: `ids`, `positions (rows, n)`, `mask (rows, columns)` of everything seen."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     arguments = {"logits_to_keep": 1} if keeps_logits(model) else {}
     return model(
         input_ids=ids.to(device),
@@ -75,6 +76,7 @@ class Pairing:
         with ExitStack() as stack:
             for joint in self._joints:
                 joint.listen(stack, prove)
+            few_rows(self._model, stack)
             output = forward(self._model, ids, mask, positions, SharedCache(cache, rows))
         logits: Tensor = output.logits[:, -1]
         _check_sources(self._joints)
