@@ -37,6 +37,7 @@ __all__ = [
     "PatchMismatch",
     "ProbeFailed",
     "UnsupportedModel",
+    "one_line",
 ]
 
 
@@ -94,3 +95,14 @@ class PatchFileForeign(PatchFileError):
 
 class PatchFileNewer(PatchFileError):
     """Written by a newer version of the format."""
+
+
+def one_line(error: object, limit: int = 200) -> str:
+    """The message of an error in one line of at most `limit` characters; its type where it says nothing.
+
+    What a file holds may stand in it, at any length: line breaks become spaces, and what a terminal would act on is
+    written out.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,7 +1,9 @@
-"""Files that are there whole or not at all, and folders of finished work in JSON."""
+"""Files that are there whole or not at all, files that others wrote, and folders of finished work in JSON."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
@@ -13,7 +15,58 @@ from typing import Any
 
 from contextfold.errors import InputError
 
-__all__ = ["Kept", "replacing", "write_json"]
+__all__ = ["Kept", "expanded", "parsed_json", "read_whole", "replacing", "write_json"]
+
+CHUNK = 2**20
+"""Bytes read at once."""
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """All of a file of at most `limit` bytes; a device or a pipe that never ends is read no further than that.
+
+    Raises `OSError` where it cannot be opened, also under a name that no file can have, and `InputError` for a longer
+    one.
+    """
+    parts, size = [], 0
+    try:
+        with path.open("rb") as file:
+            while size <= limit and (part := file.read(min(CHUNK, limit + 1 - size))):
+                parts.append(part)
+                size += len(part)
+    except ValueError as error:  # NUL, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file is called so") from error
+    if size > limit:
+        raise InputError(f"{path} has more than {limit} bytes, the most that is read here; give a smaller file")
+    return b"".join(parts)
+
+
+def expanded(name: str) -> Path:
+    """`~` as the home folder; a name as it stands where nobody is called so."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def parsed_json(text: str) -> Any:
+    """JSON as others wrote it. Raises `ValueError`, also for NaN and infinities, a key that stands twice in an object,
+    and lists in lists that are deeper than Python follows."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 @contextmanager
@@ -61,14 +114,22 @@ class Kept:
     def get(self, name: str, key: str) -> dict[str, Any] | None:
         """What was kept under this key; a damaged file, or one of other work, is no help."""
         try:
-            found = json.loads(self._path(name, key).read_text(encoding="utf-8"))
+            found = parsed_json(self._path(name, key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and found.pop("key", None) == key else None
+        if not isinstance(found, dict) or found.pop("key", None) != key:
+            return None
+        return found if found.pop("digest", None) == _digest(found) else None
 
     def put(self, name: str, key: str, entry: Mapping[str, Any]) -> None:
         """The file is there whole, or not at all. Raises `InputError` when it cannot be written."""
-        write_json(self._path(name, key), {"key": key, **entry}, "choose another --work")
+        whole = {"key": key, "digest": _digest(entry), **entry}
+        write_json(self._path(name, key), whole, "choose another --work")
 
     def _path(self, name: str, key: str) -> Path:
         return self.folder / f"{name}-{key[:16]}.json"
+
+
+def _digest(entry: Mapping[str, Any]) -> str:
+    """SHA-256 of the same entry in one form: a digit that a disk has changed would look like a result."""
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()

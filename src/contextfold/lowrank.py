@@ -93,6 +93,8 @@ class LowRank:
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """`U (out, k), S (k,), Vt (k, in)` of the product, k = min(r, out, in); the product is not formed."""
+        if self.rank == 0:  # LAPACK refuses a matrix without columns, aloud
+            return self.B, self.B.new_zeros(0), self.A
         Qb, Rb = torch.linalg.qr(self.B)
         Qa, Ra = torch.linalg.qr(self.A.T)
         U, S, Vt = torch.linalg.svd(Rb @ Ra.T, full_matrices=False)

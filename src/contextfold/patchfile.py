@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from contextfold.errors import InputError, PatchFileDamaged, PatchFileForeign, PatchFileNewer
+from contextfold.errors import InputError, PatchFileDamaged, PatchFileForeign, PatchFileNewer, one_line
+from contextfold.files import parsed_json
 from contextfold.lowrank import LowRank
 from contextfold.patch import BiasEdit, Edit, Header, MatrixEdit, Patch, ScaleEdit, Site
 
@@ -26,16 +27,28 @@ VERSION = 1
 
 T = TypeVar("T")
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that the tensors of a file may have."""
+
+LARGEST = torch.finfo(torch.float32).max
+"""No entry is larger, float64 ones included: norms and products of what a file holds stay finite in float64."""
+
+HEADER = 32 * 2**20
+"""Bytes of text in a file that are still parsed; the sites of 100,000 experts stay below."""
+
 _TENSORS = {"matrix": ("B", "A"), "bias": ("delta",), "scale": ("base", "value")}
 
 
 def save(patch: Patch, path: str | os.PathLike[str]) -> Path:
     """Write `patch` to `path`: the old file or the new one, never half of one.
 
-    Raises `InputError` when the folder does not exist or cannot be written.
+    Raises `InputError` when the folder does not exist or cannot be written, and when the patch holds what `load` would
+    refuse, such as a NaN.
     """
     target = Path(path)
     tensors, sites = packed(patch.edits)
+    for site, edit in patch.edits.items():
+        _check_storable(site, edit)
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -45,8 +58,9 @@ def save(patch: Patch, path: str | os.PathLike[str]) -> Path:
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         os.close(handle)
-    except OSError as error:
-        raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another --out") from error
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        why = one_line(error.strerror if isinstance(error, OSError) else error)
+        raise InputError(f"cannot write to {target.parent}: {why}; choose another --out") from error
     try:
         save_file(tensors, temporary, metadata=metadata)
         os.chmod(temporary, 0o666 & ~_umask())
@@ -66,22 +80,44 @@ def load(path: str | os.PathLike[str]) -> Patch:
     corrupted, or does not agree with its own header. Reads tensors only; nothing in the file is executed.
     """
     source = Path(path)
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise InputError(f"there is no patch file at {source}")
     try:
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata() or {}
             _check_format(source, metadata)
+            header, rows = _parsed(source, metadata)
+            names = _names(rows)
+            if set(names) != set(file.keys()):
+                raise ValueError(f"tensors {sorted(set(names) ^ set(file.keys()))[:3]} are missing or without a site")
             # Copied, as fresh memory: mapped tensors are aligned otherwise, and fail with the file.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+        return Patch(header, unpacked(rows, tensors))
     except (SafetensorError, OSError) as error:
-        raise PatchFileDamaged(f"{source} is truncated or not a safetensors file: {error}") from error
+        why = one_line(error)
+        raise PatchFileDamaged(f"{source} is truncated or not a safetensors file: {why}; make it again") from error
+    except (KeyError, TypeError, ValueError) as error:
+        why = one_line(repr(error))
+        raise PatchFileDamaged(f"{source} does not agree with its own header: {why}; make it again") from error
+
+
+def _parsed(source: Path, metadata: Mapping[str, str]) -> tuple[Header, list[Any]]:
+    texts = metadata["header"], metadata["sites"]
+    if sum(map(len, texts)) > HEADER:
+        raise PatchFileDamaged(f"{source} has a header of more than {HEADER} bytes, which no patch has; make it again")
+    header, rows = _header(parsed_json(texts[0])), parsed_json(texts[1])
+    if not isinstance(rows, list):
+        raise TypeError("sites are not a list")
+    return header, rows
+
+
+def _check_storable(site: Site, edit: Edit) -> None:
     try:
-        header = _header(json.loads(metadata["header"]))
-        edits = unpacked(json.loads(metadata["sites"]), tensors)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise PatchFileDamaged(f"{source} does not agree with its own header: {error!r}; make it again") from error
-    return Patch(header, edits)
+        for part in _pack(edit)[1].values():
+            _checked(part)
+        _consistent(edit)
+    except ValueError as error:
+        raise InputError(f"the edit of {site.name} cannot be kept: {error}; nothing was written") from error
 
 
 def packed(edits: Mapping[Site, Edit]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -104,7 +140,8 @@ def _umask() -> int:
 def _check_format(source: Path, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise PatchFileForeign(
-            f"{source} is a safetensors file, but not a contextfold patch (format {metadata.get('format')!r}); "
+            f"{source} is a safetensors file, but not a contextfold patch (format "
+            f"{one_line(repr(metadata.get('format')), 40)}); "
             "expected a file written by `contextfold fold --out`"
         )
     version = metadata.get("version", "")
@@ -134,9 +171,9 @@ _UNPACK: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Edit]] = {
 
 
 def _offset(value: object) -> int:
-    if value not in (0, 1) or isinstance(value, bool):
+    if _typed(value, int) not in (0, 1):
         raise ValueError(f"offset {value!r} is neither 0 nor 1")
-    return int(value == 1)
+    return _typed(value, int)
 
 
 def unpacked(rows: object, tensors: Mapping[str, Tensor]) -> dict[Site, Edit]:
@@ -144,29 +181,40 @@ def unpacked(rows: object, tensors: Mapping[str, Tensor]) -> dict[Site, Edit]:
     if not isinstance(rows, list):
         raise TypeError("sites are not a list")
     edits: dict[Site, Edit] = {}
-    used: set[str] = set()
     for index, row in enumerate(rows):
-        site = Site(
-            layer=_typed(row["layer"], int),
-            module=_typed(row["module"], str),
-            parameter=_typed(row["parameter"], str),
-            transposed=_typed(row["transposed"], bool),
-            expert=None if row["expert"] is None else _typed(row["expert"], int),
-            experts=_typed(row["experts"], int),
-        )
-        names = {part: f"{index}.{part}" for part in _TENSORS[_typed(row["edit"], str)]}
-        parts = {part: _checked(tensors[name]) for part, name in names.items()}
-        used |= set(names.values())
+        site = _site(row)
+        parts = {part: _checked(tensors[f"{index}.{part}"]) for part in _TENSORS[row["edit"]]}
         if site in edits:
             raise ValueError(f"site {site.name} stands twice")
         edits[site] = _consistent(_UNPACK[row["edit"]](parts, row))
-    if used != set(tensors):
-        raise ValueError(f"tensors without a site: {sorted(set(tensors) - used)[:3]}")
+    if len(_names(rows)) != len(tensors):
+        raise ValueError(f"tensors without a site: {sorted(set(tensors) - set(_names(rows)))[:3]}")
     return edits
+
+
+def _names(rows: list[Any]) -> list[str]:
+    """What the tensors of the rows are called."""
+    return [f"{index}.{part}" for index, row in enumerate(rows) for part in _TENSORS[_text(row["edit"])]]
+
+
+def _site(row: Mapping[str, Any]) -> Site:
+    site = Site(
+        layer=_count(row["layer"]),
+        module=_text(row["module"]),
+        parameter=_text(row["parameter"]),
+        transposed=_typed(row["transposed"], bool),
+        expert=None if row["expert"] is None else _count(row["expert"]),
+        experts=_count(row["experts"]),
+    )
+    if site.expert is not None and site.expert >= site.experts:
+        raise ValueError(f"expert {site.expert} of {site.experts}")
+    return site
 
 
 def _consistent(edit: Edit) -> Edit:
     match edit:
+        case MatrixEdit(delta) if 0 in delta.shape:
+            raise ValueError(f"a matrix of shape {delta.shape}")
         case ScaleEdit(base, value, _) if base.shape != value.shape or base.dim() != 1:
             raise ValueError(f"scale {tuple(value.shape)} over base {tuple(base.shape)}")
         case BiasEdit(delta) if delta.dim() != 1:
@@ -176,8 +224,10 @@ def _consistent(edit: Edit) -> Edit:
 
 
 def _checked(tensor: Tensor) -> Tensor:
-    if not tensor.dtype.is_floating_point or not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"a tensor of dtype {tensor.dtype} holds values that are not finite numbers")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"a tensor of dtype {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
+    if not bool((tensor.abs() <= LARGEST).all()):
+        raise ValueError(f"a tensor holds values that are not finite numbers, or larger than {LARGEST:.3g}")
     return tensor
 
 
@@ -187,13 +237,27 @@ def _typed(value: object, kind: type[T]) -> T:
     return value
 
 
+def _count(value: object) -> int:
+    """A layer, a position, a number of experts."""
+    if not 0 <= _typed(value, int) < 2**31:
+        raise ValueError(f"{value!r} is no number of a layer, a position or an expert")
+    return _typed(value, int)
+
+
+def _text(value: object) -> str:
+    """A name that can be printed: no line break, and nothing that a terminal would act on."""
+    if not _typed(value, str).isprintable():
+        raise ValueError(f"the text {value!a} cannot be printed")
+    return _typed(value, str)
+
+
 def _header(row: dict[str, Any]) -> Header:
     names = {f.name for f in fields(Header)}
     if set(row) != names:
         raise ValueError(f"header fields {sorted(set(row) ^ names)} are missing or unknown")
-    read: dict[str, Any] = {name: tuple(_typed(v, int) for v in row[name]) for name in ("positions", "exact_at")}
-    read["plan"] = tuple(_typed(v, str) for v in row["plan"])
-    read["versions"] = {_typed(k, str): _typed(v, str) for k, v in dict(row["versions"]).items()}
+    read: dict[str, Any] = {name: tuple(_count(v) for v in row[name]) for name in ("positions", "exact_at")}
+    read["plan"] = tuple(_text(v) for v in row["plan"])
+    read["versions"] = {_text(k): _text(v) for k, v in dict(row["versions"]).items()}
     read["materialised"] = _typed(row["materialised"], bool)
-    read |= {name: _typed(row[name], str) for name in names - set(read)}
+    read |= {name: _text(row[name]) for name in names - set(read)}
     return Header(**read)

@@ -11,19 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from contextfold.chattemplate import ChatTemplate, beyond, common, gap
-from contextfold.errors import InputError
+from contextfold.errors import InputError, one_line
+from contextfold.files import expanded, read_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Chat", "Spans", "chat", "encode", "encode_parts", "encode_text", "parse_spans", "read_argument"]
+
+
+LARGEST = 64 * 2**20
+"""Bytes of a text in a file; no context window holds as much."""
+
+DIGITS = 9
+"""Of a number in a span; longer ones are no position of a token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,9 +283,9 @@ def read_argument(value: str) -> str:
         return value
     if value.startswith("@@"):
         return value[1:]
-    path = Path(value[1:]).expanduser()
+    path = expanded(value[1:])
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_whole(path, LARGEST).decode("utf-8-sig")
     except OSError as error:
         raise InputError(
             f"cannot read the file {path} ({error.strerror}); give an existing file, or write @@ for a text that "
@@ -297,18 +304,19 @@ def parse_spans(text: str, length: int) -> tuple[tuple[int, int], ...]:
     """
     spans: list[tuple[int, int]] = []
     for part in text.split(","):
-        start, colon, stop = part.strip().partition(":")
-        if not (colon and start.isdecimal() and stop.isdecimal()):
-            raise InputError(f"'{part.strip()}' is no span of tokens; write start:stop, as in 0:1,5:9")
+        part = part.strip()
+        start, colon, stop = part.partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal() and len(start) <= DIGITS and len(stop) <= DIGITS):
+            raise InputError(f"'{one_line(part, 40)}' is no span of tokens; write start:stop, as in 0:1,5:9")
         span = (int(start), int(stop))
         if not span[0] < span[1] <= length:
             raise InputError(
-                f"the span {part.strip()} is empty or leaves the sequence, which has {length} tokens; "
+                f"the span {part} is empty or leaves the sequence, which has {length} tokens; "
                 f"write 0 <= start < stop <= {length}"
             )
         if spans and span[0] < spans[-1][1]:
             raise InputError(
-                f"the span {part.strip()} overlaps or precedes {spans[-1][0]}:{spans[-1][1]}; write spans in order"
+                f"the span {part} overlaps or precedes {spans[-1][0]}:{spans[-1][1]}; write spans in order"
             )
         spans.append(span)
     return tuple(spans)

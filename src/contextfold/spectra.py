@@ -42,6 +42,8 @@ def _row(edit: Edit) -> dict[str, Any]:
 
 def _values(values: Tensor) -> dict[str, Any]:
     n = values.numel()
+    if n == 0:  # an edit of rank 0 changes nothing
+        return {"numbers": [], "singular_values": []}
     half = POINTS // 2
     even = {1 + round((n - 1) * k / (half - 1)) for k in range(half)}
     first = {round(math.exp(math.log(n) * k / (half - 1))) for k in range(half)} | {n - 1}

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from contextfold.anatomy import Bound
+from contextfold.anatomy.sharded import refuse_sharded
 from contextfold.errors import InputError
 from contextfold.versions import versions
 
@@ -26,7 +27,11 @@ SOLVED, PART = ".solved", ".solving"
 
 
 def key_of(bound: Bound, *asked: object) -> str:
-    """SHA-256 of the weights, of how and by what the model runs, and of what is asked of it, by the text of each."""
+    """SHA-256 of the weights, of how and by what the model runs, and of what is asked of it, by the text of each.
+
+    Raises `UnsupportedModel` for a model that processes share: they might not find the same places solved.
+    """
+    refuse_sharded(bound.model, "work that is kept and goes on later")
     parts = (bound.fingerprint, bound.attention, bound.device, sorted(versions().items()), asked)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -50,9 +55,10 @@ class Store:
     def put(self, place: str, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
         """Keep what was solved at `place`: the file is there whole, or not at all."""
         part = self.folder / f"{place}.{os.getpid()}{PART}"
-        metadata = {"key": self.key, "report": json.dumps(report)}
+        found, words = {name: each.contiguous().cpu() for name, each in tensors.items()}, json.dumps(report)
+        metadata = {"key": self.key, "report": words, "digest": _digest(found, words)}
         try:
-            save_file({name: each.contiguous().cpu() for name, each in tensors.items()}, part, metadata=metadata)
+            save_file(found, part, metadata=metadata)
             os.replace(part, self.folder / f"{place}{SOLVED}")
         except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
@@ -65,14 +71,26 @@ class Store:
                 metadata = file.metadata() or {}
                 if metadata.get("key") != self.key:
                     return None
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                if metadata.get("digest") != _digest(found, metadata.get("report", "")):
+                    return None
                 # Copied: a mapped file is not aligned as fresh memory is, and products then round otherwise.
-                parts = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
-        except (FileNotFoundError, SafetensorError):
+                parts = {name: each.to(device, copy=True) for name, each in found.items()}
+        except (OSError, SafetensorError):
             return None
         return parts, json.loads(metadata["report"])
 
     def _refused(self, why: str | None) -> InputError:
         return InputError(f"cannot keep work in {self.folder}: {why}; choose another folder")
+
+
+def _digest(tensors: Mapping[str, Tensor], report: str) -> str:
+    """SHA-256 of what is kept: a bit that a disk has changed would look like a solution."""
+    whole = hashlib.sha256(report.encode())
+    for name, each in sorted(tensors.items()):
+        whole.update(f"{name} {each.dtype} {tuple(each.shape)} ".encode())
+        whole.update(each.reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 def clear(folder: Path) -> None:

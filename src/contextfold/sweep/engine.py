@@ -11,6 +11,7 @@ from typing import Any
 from contextfold.files import Kept
 from contextfold.sweep.cluster import Crew, on_ray
 from contextfold.sweep.jobs import Job
+from contextfold.sweep.results import fits
 from contextfold.sweep.work import Worker
 
 __all__ = ["Outcome", "sweep"]
@@ -80,7 +81,7 @@ def sweep(
     """
     kept = Kept(folder)
     digests = {job.digest: job for job in jobs}
-    rows = {digest: row for digest in digests if (row := kept.get("job", digest)) is not None}
+    rows = {d: row for d in digests if (row := kept.get("job", d)) is not None and fits(row, d)}
     todo = [] if collect else [(d, job) for d, job in digests.items() if d not in rows or rows[d]["error"] is not None]
     crew = Crew()
     started, spent = time.monotonic(), 0.0

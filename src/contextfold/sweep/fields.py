@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from contextfold.errors import InputError
+from contextfold.errors import InputError, one_line
+from contextfold.files import read_whole
 
 __all__ = ["Fields", "Names"]
 
+T = TypeVar("T", str, int)
+
 Names = str | list[str] | None
 """A text with a question per line, a list of questions, or nothing."""
+
+LARGEST_FILE = 256 * 2**10
+"""Bytes of a jobs file. YAML takes hundreds of bytes of memory for one of text; long texts have files of their own."""
+
+LEVELS = 20
+"""Of lists and sections in each other; a jobs file has four. PyYAML takes quadratic time for very many."""
+
+VALUES = 100_000
+"""Values in a jobs file, those behind an alias counted wherever it stands: ten lines of aliases can stand for 10^10."""
+
+LARGEST_NUMBER = 2**31 - 1
+"""Of a count or a seed."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +49,22 @@ class Fields:
         except ImportError:
             raise InputError("reading jobs needs PyYAML; run: pip install 'contextfold[sweep]'") from None
         try:
-            found = yaml.safe_load(path.read_bytes().decode("utf-8-sig"))
+            text = read_whole(path, LARGEST_FILE).decode("utf-8-sig")
+            _check_depth(yaml.parse(text, Loader=yaml.SafeLoader))
+            loader = yaml.SafeLoader(text)
+            root = loader.get_single_node()
+            if root is not None:
+                _count(root, {})
+            found = None if root is None else loader.construct_document(root)
         except OSError as error:
             raise InputError(f"cannot read the jobs in {path} ({error.strerror}); give an existing file") from error
         except UnicodeDecodeError as error:
             raise InputError(f"the file {path} is not UTF-8 (byte {error.start}); convert it") from error
-        except yaml.YAMLError as error:
-            raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            # The last three are what PyYAML raises for a scalar that is not what its tag or its look says.
+            raise InputError(f"{path} is not YAML: {one_line(error)}") from error
         return cls(str(path), _mapping(str(path), found))
 
     def __contains__(self, key: str) -> bool:
@@ -61,7 +87,7 @@ class Fields:
         """Refuse other keys: a misspelt one would be left out in silence."""
         for key in self.values:
             if key not in known:
-                raise self.refused(f"key {key!r} is unknown; supported are {', '.join(known)}")
+                raise self.refused(f"key {_shown(key)} is unknown; supported are {', '.join(known)}")
 
     def section(self, key: str) -> Fields:
         """A mapping in this one."""
@@ -79,7 +105,7 @@ class Fields:
         """Texts, none empty, none twice."""
         if key not in self.values and default is None:
             raise self.refused(f"{key} is missing; give a list")
-        return [self._words(key, each) for each in self._list(key, default)]
+        return self._once(key, [self._words(key, each) for each in self._list(key, default)])
 
     def lines(self, key: str) -> Names:
         """A text, a list of texts, or None where there is nothing."""
@@ -90,54 +116,60 @@ class Fields:
     def one_of(self, key: str, known: Sequence[str], default: str) -> str:
         value = self.get(key, default)
         if value not in known:
-            raise self.refused(f"{key} {value!r} is not supported; choose one of {', '.join(known)}")
+            raise self.refused(f"{key} {_shown(value)} is not supported; choose one of {', '.join(known)}")
         return str(value)
 
     def yes(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.refused(f"{key} {value!r} is neither true nor false")
+            raise self.refused(f"{key} {_shown(value)} is neither true nor false")
         return value
 
-    def whole_number(self, key: str, default: int, least: int, most: int | None = None) -> int:
+    def whole_number(self, key: str, default: int, least: int, most: int = LARGEST_NUMBER) -> int:
         return self._whole(key, self.get(key, default), least, most)
 
     def whole_numbers(self, key: str, default: Sequence[int]) -> list[int]:
         """From 0 on, none twice."""
-        return [self._whole(key, each, 0, None) for each in self._list(key, default)]
+        found = [self._whole(key, each, 0, LARGEST_NUMBER) for each in self._list(key, default)]
+        return self._once(key, found)
 
     def number(self, key: str, default: float) -> float:
         """A positive one; `1e-2`, which YAML takes for a text, is read as one."""
         value = self.get(key, default)
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not 0 < number < math.inf:
-            raise self.refused(f"{key} {value!r} is not a positive number")
+            raise self.refused(f"{key} {_shown(value)} is not a positive number")
         return number
 
     def _list(self, key: str, default: Sequence[Any] | None) -> Sequence[Any]:
         values = self.values.get(key, default)
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-            raise self.refused(f"{key} {values!r} is not a list with something in it")
-        twice = [each for i, each in enumerate(values) if each in values[:i]]
-        if twice:
-            raise self.refused(f"{key} names {twice[0]!r} twice")
+            raise self.refused(f"{key} {_shown(values)} is not a list with something in it")
+        return values
+
+    def _once(self, key: str, values: list[T]) -> list[T]:
+        if len(set(values)) < len(values):
+            twice = next(each for each, count in Counter(values).items() if count > 1)
+            raise self.refused(f"{key} names {_shown(twice)} twice")
         return values
 
     def _words(self, key: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise self.refused(f"{key} {value!r} is not a text; put it in quotes if it is meant to be one")
+            raise self.refused(f"{key} {_shown(value)} is not a text; put it in quotes if it is meant to be one")
         if not value:
             raise self.refused(f"{key} has an empty text")
+        if not _writable(value):
+            raise self.refused(f"{key} holds half of a surrogate pair, which no file can; take the \\u escape out")
         return value
 
-    def _whole(self, key: str, value: Any, least: int, most: int | None) -> int:
+    def _whole(self, key: str, value: Any, least: int, most: int) -> int:
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < least or (most is not None and value > most):
-            limits = f"from {least} on" if most is None else f"between {least} and {most}"
-            raise self.refused(f"{key} {value!r} is not a whole number {limits}")
+        if not whole or not least <= value <= most:
+            limits = f"from {least} on" if most == LARGEST_NUMBER else f"between {least} and {most}"
+            raise self.refused(f"{key} {_shown(value)} is not a whole number {limits}")
         return int(value)
 
 
@@ -145,6 +177,57 @@ def _mapping(where: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping) or not found:
         raise InputError(f"{where} is not a list of `key: value` with something in it")
     for key in found:
-        if not isinstance(key, str):
-            raise InputError(f"{where}: the key {key!r} is not a text; put it in quotes")
+        if not isinstance(key, str) or not key.isprintable():
+            raise InputError(f"{where}: the key {_shown(key)} is not a text in one line; put it in quotes")
     return found
+
+
+def _shown(value: object) -> str:
+    """In a message: short, whatever it holds."""
+    return one_line(reprlib.repr(value))
+
+
+def _writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_depth(events: Iterable[Any]) -> None:
+    """Raises `ValueError` while the events of a file still come."""
+    depth = 0
+    for event in events:
+        name = type(event).__name__
+        depth += name.endswith("StartEvent") - name.endswith("EndEvent")
+        if depth > LEVELS:
+            raise ValueError(f"it is nested more than {LEVELS} levels deep")
+
+
+def _count(node: Any, known: dict[int, int]) -> int:
+    """Values in a node of YAML, as many as they are once aliases are followed.
+
+    Raises `ValueError` for more than `VALUES`, an alias inside what it names, a merge (`<<`), which PyYAML writes out
+    in full, and a key that stands twice.
+    """
+    if id(node) in known:
+        if known[id(node)] == 0:
+            raise ValueError("an alias stands inside what it names")
+        return known[id(node)]
+    known[id(node)] = 0  # until it is counted
+    if node.id == "mapping":
+        keys = [key.value for key, _ in node.value if key.id == "scalar"]
+        twice = [key for key, count in Counter(keys).items() if count > 1]
+        if twice:
+            raise ValueError(f"the key {_shown(twice[0])} stands twice in a section")
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise ValueError("a merge (<<) is not supported; write the keys out")
+        below = [part for pair in node.value for part in pair]
+    else:
+        below = [] if node.id == "scalar" else node.value
+    total = 1 + sum(_count(each, known) for each in below)
+    if total > VALUES:
+        raise ValueError(f"it holds more than {VALUES} values")
+    known[id(node)] = total
+    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,8 @@ from typing import Any
 
 from contextfold.bake import ESTIMATORS, estimator
 from contextfold.conversion import key_of_file, key_of_text
-from contextfold.errors import InputError
+from contextfold.errors import InputError, one_line
+from contextfold.files import expanded
 from contextfold.fold import DEFAULT_RULE, SINK, reference
 from contextfold.models import BUILTINS, DTYPES
 from contextfold.prompts import parse_spans, read_argument
@@ -30,6 +32,12 @@ HELD_OUT = 4
 
 ANCHORS = 40
 """Built-in questions that may be anchors; on those behind them the effect elsewhere is measured."""
+
+ANSWERS = 1000
+"""Answers per question, at most."""
+
+JOBS = 100_000
+"""Jobs of one file, at most: a few lists of a thousand names multiply to what no memory holds."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,12 @@ def read_jobs(path: Path) -> tuple[Job, ...]:
         raise top.refused("seeds are of sampled answers, which only a bake has; leave them out")
     if bakes is not None and len(seeds) > 1 and bakes.options["answers"] == 1:
         raise top.refused("seeds are of sampled answers, and bake has answers: 1; give it 2, or leave out the seeds")
+    models = top.names("models")
+    count = len(models) * len(contexts.values) * sum(part.many(seeds) for part in (bakes, folds) if part is not None)
+    if count > JOBS:
+        raise top.refused(f"it asks for {count} jobs, and {JOBS} are the most of one file; split it")
     found: list[Job] = []
-    for model in top.names("models"):
+    for model in models:
         source, stamp = _identity(model, path.parent)
         start = partial(Job, model=model, source=source, stamp=stamp, dtype=dtype)
         for name in contexts:
@@ -131,13 +143,17 @@ class _Bakes:
         penalty = None if fields.get("penalty") == "auto" else fields.number("penalty", 1e-2)
         options = {
             "tokens": fields.whole_number("tokens", 32, 1),
-            "answers": fields.whole_number("answers", 2, 1),
+            "answers": fields.whole_number("answers", 2, 1, ANSWERS),
             "anchors": fields.whole_number("anchors", 0, 0, min(ANCHORS, len(QUESTIONS))),
             "penalty": penalty,
             "tol": fields.number("tol", 1e-3),
             "controls": fields.yes("controls", True),
         }
         return cls(fields, estimators, options)
+
+    def many(self, seeds: Sequence[int]) -> int:
+        """Jobs for one model and context."""
+        return len(seeds) * len(self.estimators)
 
     def jobs(
         self, part: Any, where: str, context: str, seeds: Sequence[int], own: tuple[Names, Names], base: Path
@@ -185,6 +201,10 @@ class _Folds:
         queries = [_text(query, base) for query in fields.names("queries")]
         return cls(queries, rules, {"fallback": fallback, "keep": [list(span) for span in spans]})
 
+    def many(self, seeds: Sequence[int]) -> int:
+        """Jobs for one model and context."""
+        return len(self.queries) * len(self.rules)
+
     def jobs(self, part: Any) -> list[Job]:
         return [
             part(kind="fold", method=rule, seed=None, options={**self.options, "query": query})
@@ -196,7 +216,12 @@ class _Folds:
 def _text(value: str, base: Path) -> str:
     """The text itself, or what stands in the file that `@` names, from `base` on."""
     if value.startswith("@") and not value.startswith("@@"):
-        return read_argument(f"@{base / Path(value[1:]).expanduser()}")
+        path = base / expanded(value[1:])
+        if not os.path.isfile(path):  # a pipe that nobody writes to would be waited for
+            raise InputError(
+                f"there is no file {one_line(repr(str(path)))}; give an existing file, or write @@ for a text"
+            )
+        return read_argument(f"@{path}")
     return read_argument(value)
 
 
@@ -215,16 +240,16 @@ def _identity(model: str, base: Path) -> tuple[str, str]:
     for builtin in BUILTINS:
         if model == builtin.name:
             return model, key_of_text(builtin.stamp())
-    path = base / Path(model).expanduser()
-    if path.is_dir() and (path / "config.json").is_file():
+    path = base / expanded(model)
+    if os.path.isdir(path) and (path / "config.json").is_file():
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         return str(path.resolve()), key_of_text(" ".join(f"{file.name} {key_of_file(file)}" for file in files))
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
         return str(path.resolve()), key_of_file(path)
-    if model.count("/") == 1 and not path.exists() and not model.startswith((".", "/", "~")):
+    if model.count("/") == 1 and not os.path.exists(path) and not model.startswith((".", "/", "~")):
         return model, ""
     known = ", ".join(builtin.name for builtin in BUILTINS)
     raise InputError(
-        f"there is no model {model!r} in {base.resolve()}; give a folder with a config.json, a .gguf file, a hub id "
-        f"written owner/name, or one of {known}"
+        f"there is no model {one_line(repr(model))} in {base.resolve()}; give a folder with a config.json, a .gguf "
+        f"file, a hub id written owner/name, or one of {known}"
     )

@@ -13,7 +13,7 @@ from contextfold.files import replacing
 from contextfold.sweep.jobs import Job
 from contextfold.versions import versions
 
-__all__ = ["COLUMNS", "check_parquet", "failed_row", "row_of", "write_parquet"]
+__all__ = ["COLUMNS", "check_parquet", "failed_row", "fits", "row_of", "write_parquet"]
 
 _RECOVERY = {"kl_recovered": float, "interval_low": float, "interval_high": float, "kl_patched": float, "top1": float}
 _GAPS = {"tokens": int, "top1_matches": int, "smallest_logit_gap": float, "median_logit_gap": float}
@@ -86,6 +86,12 @@ def _kept(value: Any, kind: type) -> Any:
     if value is None or (kind is float and not math.isfinite(value)):
         return None
     return kind(value)
+
+
+def fits(row: Mapping[str, Any], digest: str) -> bool:
+    """Whether what was found in the work folder is a row of this job, so that a table can hold it."""
+    typed = all(name in row and (row[name] is None or type(row[name]) is kind) for name, kind in COLUMNS.items())
+    return typed and len(row) == len(COLUMNS) and row["job"] == digest
 
 
 def check_parquet() -> None:
