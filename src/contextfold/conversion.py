@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from contextfold.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from contextfold.ceiling import Placement
 
 __all__ = [
     "UNREADABLE",
@@ -80,17 +83,23 @@ def key_of_file(path: Path) -> str:
         raise InputError(f"the file {path} cannot be read ({one_line(error)}); check its permissions") from error
 
 
-def converted(name: str, key: str, source: Callable[[Path], Path]) -> Path:
+def converted(name: str, key: str, source: Callable[[Path], Path], convert: bool = True) -> Path:
     """The safetensors folder `<name>-<key>` in the cache; made from a GGUF file if it is not there.
 
     `source` gives the GGUF file and may write it into the scratch folder that it is handed; it is only called
-    when there is something to convert. The weights are float32 whatever the file holds.
+    when there is something to convert. The weights are float32 whatever the file holds. With `convert` false, what
+    is not there is refused: a conversion takes all weights into memory.
 
     Raises `InputError` if a package is missing, the file cannot be converted, or the cache cannot be written.
     """
     target = cache_folder() / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{key}"
     if target.is_dir():
         return target
+    if not convert:
+        raise InputError(
+            f"the GGUF file of '{name}' is converted as a whole before its first use, which no ceiling on memory "
+            "allows for; load it once without a ceiling"
+        )
     _require_readers(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +204,7 @@ def _publish(folder: Path, target: Path) -> None:
 
 
 def read_converted(
-    folder: Path, *, dtype: torch.dtype, attention: str | None
+    folder: Path, *, dtype: torch.dtype, attention: str | None, placement: Placement | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of a folder that `converted` made. Raises what `UNREADABLE` lists.
 
@@ -205,7 +214,7 @@ def read_converted(
     """
     from transformers import PreTrainedTokenizerFast
 
-    model = read_model(str(folder), dtype=dtype, attention=attention, local_files_only=True)
+    model = read_model(str(folder), dtype=dtype, attention=attention, placement=placement, local_files_only=True)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings = {key: value for key, value in settings.items() if key not in ("tokenizer_class", "backend")}
     template = folder / "chat_template.jinja"
@@ -217,7 +226,9 @@ def read_converted(
     return model, tokenizer
 
 
-def read_model(source: str, *, attention: str | None = None, **options: Any) -> PreTrainedModel:
+def read_model(
+    source: str, *, attention: str | None = None, placement: Placement | None = None, **options: Any
+) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained`, in eval mode, without gradients, refusing incomplete weights.
 
     transformers fills what is missing with random numbers and a warning. Raises `ValueError` instead, and
@@ -227,6 +238,8 @@ def read_model(source: str, *, attention: str | None = None, **options: Any) -> 
 
     if attention is not None:
         options["attn_implementation"] = attention
+    if placement is not None and placement.streamed:
+        options["device_map"] = dict(placement.device_map)
     factory: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
     model, report = factory.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])
@@ -247,11 +260,15 @@ def quiet() -> Iterator[None]:
     verbosity = logging.get_verbosity()
     hook = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    placing = getLogger("accelerate.big_modeling")  # it warns of weights that stay in their files
+    level = placing.level
+    placing.setLevel(ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        placing.setLevel(level)
         logging.set_verbosity(verbosity)
         logging.set_tqdm_hook(hook)
 

@@ -13,10 +13,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from contextfold.ceiling import Placement, keep_freed_memory_out, place
 from contextfold.conversion import (
     UNREADABLE,
     converted,
@@ -46,13 +47,15 @@ ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
 class Loaded:
     """A model ready to be measured: in eval mode, no parameter asks for a gradient.
 
-    `name` is what was asked for; `notice` is a licence notice that whoever prints something must print too.
+    `name` is what was asked for; `notice` is a licence notice that whoever prints something must print too;
+    `placement` says what lies where under a ceiling on memory, None without one.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     notice: str | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,18 @@ BUILTINS = (
 """The built-in models. A new one is one record here and one extra in pyproject.toml."""
 
 
-def load(name: str, *, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Loaded:
+@dataclass(frozen=True)
+class _How:
+    """In what way a model is to be loaded."""
+
+    dtype: torch.dtype
+    attention: str | None
+    ceiling: int | None
+
+
+def load(
+    name: str, *, dtype: torch.dtype = torch.float32, attention: str | None = None, max_memory: int | None = None
+) -> Loaded:
     """The model and the tokenizer called `name`.
 
     `name` is, in this order: a built-in name, a folder in transformers' format, a `.gguf` file, or a hub id
@@ -138,19 +152,26 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, attention: str | None
     one of `ATTENTIONS`, or None for the default of transformers. Hub ids may reach for the network, nothing
     else does.
 
+    `max_memory` is a ceiling, in bytes, on what the whole process takes at its peak: as many weights stay in their
+    files as that asks for (`contextfold.ceiling`), and `Loaded.placement` says which.
+
     Raises `InputError`, in one line, for an unknown name, an unsupported dtype or attention, a folder without
-    a configuration, a missing package, a broken file, and weights that do not cover the model.
+    a configuration, a missing package, a broken file, weights that do not cover the model, and a ceiling that is
+    too low for it.
     """
     _check_arguments(dtype, attention)
+    how = _How(dtype, attention, max_memory)
+    if max_memory is not None:
+        keep_freed_memory_out()
     for builtin in BUILTINS:
         if name == builtin.name:
-            return _load_builtin(builtin, dtype, attention)
+            return _load_builtin(builtin, how)
     path = expanded(name)
     if os.path.isdir(path):
-        return _load_folder(path, name, dtype, attention)
+        return _load_folder(path, name, how)
     if path.suffix.lower() == ".gguf":
-        return _load_gguf(path, name, dtype, attention)
-    return _load_hub(name, dtype, attention)
+        return _load_gguf(path, name, how)
+    return _load_hub(name, how)
 
 
 def _check_arguments(dtype: torch.dtype, attention: str | None) -> None:
@@ -163,23 +184,24 @@ def _check_arguments(dtype: torch.dtype, attention: str | None) -> None:
         )
 
 
-def _load_builtin(builtin: Builtin, dtype: torch.dtype, attention: str | None) -> Loaded:
-    folder = converted(builtin.name, key_of_text(builtin.stamp()), builtin.gguf)
-    loaded = _load_converted(folder, builtin.name, builtin.name, dtype, attention)
+def _load_builtin(builtin: Builtin, how: _How) -> Loaded:
+    folder = converted(builtin.name, key_of_text(builtin.stamp()), builtin.gguf, how.ceiling is None)
+    loaded = _load_converted(folder, builtin.name, builtin.name, how)
     return replace(loaded, notice=builtin.notice)
 
 
-def _load_gguf(path: Path, name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+def _load_gguf(path: Path, name: str, how: _How) -> Loaded:
     if not os.path.isfile(path):
         raise InputError(f"there is no file {path}; give a .gguf file, a folder, {_other_names()}")
-    folder = converted(path.stem, key_of_file(path), lambda scratch: path)
-    return _load_converted(folder, name, path.stem, dtype, attention)
+    folder = converted(path.stem, key_of_file(path), lambda scratch: path, how.ceiling is None)
+    return _load_converted(folder, name, path.stem, how)
 
 
-def _load_converted(folder: Path, name: str, label: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+def _load_converted(folder: Path, name: str, label: str, how: _How) -> Loaded:
+    placement = _placed(name, str(folder), how, local_files_only=True)
     try:
         with no_collection(), quiet():
-            model, tokenizer = read_converted(folder, dtype=dtype, attention=attention)
+            model, tokenizer = read_converted(folder, dtype=how.dtype, attention=how.attention, placement=placement)
     except UNREADABLE as error:
         raise InputError(
             f"the converted copy of '{name}' in {folder} cannot be loaded ({one_line(error)}); delete that "
@@ -187,17 +209,19 @@ def _load_converted(folder: Path, name: str, label: str, dtype: torch.dtype, att
         ) from error
     # Both would otherwise carry the path of somebody's cache into whatever is saved from them.
     model.config._name_or_path = tokenizer.name_or_path = label
-    return Loaded(model, tokenizer, name)
+    return Loaded(model, tokenizer, name, placement=placement)
 
 
-def _load_folder(path: Path, name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+def _load_folder(path: Path, name: str, how: _How) -> Loaded:
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         hint = f"give the GGUF file: {files[0]}" if files else "give a folder written by save_pretrained"
         raise InputError(f"the folder {path} has no config.json, so it is not a transformers model; {hint}")
     try:
         with quiet():
-            return _load_plain(str(path), name, dtype, attention, local_files_only=True)
+            return _load_plain(str(path), name, how, local_files_only=True)
+    except InputError:
+        raise
     except UNREADABLE as error:
         raise InputError(
             f"the folder {path} cannot be loaded as a causal language model with its tokenizer "
@@ -205,14 +229,16 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, attention: str | Non
         ) from error
 
 
-def _load_hub(name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
+def _load_hub(name: str, how: _How) -> Loaded:
     owner, slash, rest = name.partition("/")
     # Whatever cannot be a hub id never becomes a request.
     if not (owner and slash and rest) or "/" in rest or owner.startswith((".", "~")) or "\\" in name:
         raise InputError(f"there is no model '{name}': it is no folder; give a folder, a .gguf file, {_other_names()}")
     try:
         with quiet():
-            return _load_plain(name, name, dtype, attention, local_files_only=False)
+            return _load_plain(name, name, how, local_files_only=False)
+    except InputError:
+        raise
     except UNREADABLE as error:
         raise InputError(
             f"the model '{name}' is no folder here and cannot be loaded from the hub ({one_line(error)}); "
@@ -220,13 +246,20 @@ def _load_hub(name: str, dtype: torch.dtype, attention: str | None) -> Loaded:
         ) from error
 
 
-def _load_plain(source: str, name: str, dtype: torch.dtype, attention: str | None, *, local_files_only: bool) -> Loaded:
+def _load_plain(source: str, name: str, how: _How, *, local_files_only: bool) -> Loaded:
     from transformers import AutoTokenizer
 
     # The tokenizer first: it is small, and without one the gigabytes are of no use.
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
-    model = read_model(source, dtype=dtype, attention=attention, local_files_only=local_files_only)
-    return Loaded(model, tokenizer, name)
+    placement = _placed(name, source, how, local_files_only=local_files_only)
+    model = read_model(
+        source, dtype=how.dtype, attention=how.attention, placement=placement, local_files_only=local_files_only
+    )
+    return Loaded(model, tokenizer, name, placement=placement)
+
+
+def _placed(name: str, source: str, how: _How, **options: Any) -> Placement | None:
+    return None if how.ceiling is None else place(name, source, how.dtype, how.ceiling, **options)
 
 
 def _other_names() -> str:

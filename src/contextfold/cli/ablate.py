@@ -11,6 +11,7 @@ from contextfold.cli.common import (
     DtypeOption,
     FallbackOption,
     JsonOption,
+    MaxMemoryOption,
     Model,
     QueryOption,
     RuleOption,
@@ -31,6 +32,7 @@ def ablate(
     rule: RuleOption = "appendix",
     fallback: FallbackOption = "floored",
     dtype: DtypeOption = Dtype.float32,
+    max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what each part of a prompt is worth: what its removal alone costs, and which patch absorbs it."""
@@ -40,7 +42,7 @@ def ablate(
 
     texts = _named(part)
     asked = prompts.read_argument(query)
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_memory)
     ids, spans = prompts.encode_parts(loaded.tokenizer, texts, asked)
     bound = bind_model(loaded)
     decode = loaded.tokenizer.decode
@@ -53,7 +55,7 @@ def ablate(
     payload["parts"] = [
         {**row, "text": texts[row["name"]], "positions": spelled(row["positions"], decode)} for row in payload["parts"]
     ]
-    show_or_json(as_json, payload, lambda: ablation_view(found, decode))
+    show_or_json(as_json, payload, lambda: ablation_view(found, decode), loaded)
     raise typer.Exit(0 if found.proven else 1)
 
 

@@ -15,6 +15,7 @@ from contextfold.cli.common import (
     Dtype,
     DtypeOption,
     JsonOption,
+    MaxMemoryOption,
     Model,
     bind_model,
     check_writable,
@@ -61,6 +62,7 @@ def bake(
     tol: Annotated[float, typer.Option(help="Share of what is explained that may go for a lower rank.")] = 1e-3,
     controls: Annotated[bool, typer.Option(help="Also bake a shuffled and another context.")] = True,
     dtype: DtypeOption = Dtype.float32,
+    max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Bake a context into a patch that answers new questions, judge it by questions it has never seen, write it."""
@@ -74,7 +76,7 @@ def bake(
         raise InputError(f"--anchors {anchors} is not between 0 and {ELSEWHERE_FROM}")
     if answers < 1:
         raise InputError(f"--answers {answers} leaves nothing to learn from; give at least 1")
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_memory)
     job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json)
     learn, judge = job.split(queries, held_out)
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
@@ -87,7 +89,7 @@ def bake(
     for row, question in zip(rows, judge, strict=True):
         row["texts"]["question"] = question  # as it was asked, without the template around it
     payload |= {"held_out": rows, "patch": None if written is None else str(written)}
-    show_or_json(as_json, payload, lambda: bakeview.verdict_view(verdict))
+    show_or_json(as_json, payload, lambda: bakeview.verdict_view(verdict), loaded)
     if not as_json and out_file is not None:
         size = f"Wrote {written} ({baked.patch.nbytes} bytes)."
         out.print(size if written else "No stand-in for the context, so nothing was written.")

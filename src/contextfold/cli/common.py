@@ -33,6 +33,10 @@ class Dtype(StrEnum):
 
 Model = Annotated[str, typer.Argument(help="A folder, a hub id, a .gguf file, or smollm2 | gemma3-270m.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype to load and run the model in.")]
+MaxMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="Most memory the process may take, like 8GiB or 500MB; weights beyond it stay in their files."),
+]
 RuleOption = Annotated[str, typer.Option(help="Post-norm rule: balanced, floored, theorem, appendix, scalar, flat.")]
 FallbackOption = Annotated[
     str | None, typer.Option(help="Rule for layers where --rule is undefined; refused without it.")
@@ -45,13 +49,15 @@ KeepOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def load_model(name: str, dtype: Dtype) -> Any:
+def load_model(name: str, dtype: Dtype, max_memory: str | None = None) -> Any:
     import torch
 
     from contextfold import models
+    from contextfold.ceiling import read_size
 
+    ceiling = None if max_memory is None else read_size(max_memory)
     with waiting(f"loading {name}"):
-        loaded = models.load(name, dtype=getattr(torch, dtype.value))
+        loaded = models.load(name, dtype=getattr(torch, dtype.value), max_memory=ceiling)
     if loaded.notice:
         err.print(f"[dim]{escape(loaded.notice)}[/]")
     return loaded
@@ -156,11 +162,38 @@ def spelled(rows: list[dict[str, Any]], decode: Callable[[Any], str]) -> list[di
     return [{**row, "texts": {key: text(row[key]) for key in SPELLED if key in row}} for row in rows]
 
 
-def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any]) -> None:
+def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any], loaded: Any = None) -> None:
+    """`loaded`: a model that was asked for with a ceiling on memory, or could have been: the peak is told besides."""
     if as_json:
-        sys.stdout.write(json.dumps(payload, indent=2, ensure_ascii=False) + "\n")
-    else:
-        out.print(view())
+        told = payload if loaded is None else {**payload, **_memory(loaded)}
+        sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        return
+    out.print(view())
+    if loaded is not None and loaded.placement is not None:
+        out.print(_memory_line(loaded.placement), highlight=False)
+
+
+def _memory(loaded: Any) -> dict[str, Any]:
+    from contextfold.ceiling import peak_memory
+
+    placement = loaded.placement
+    return {
+        "peak_bytes": peak_memory(),
+        "max_memory": None if placement is None else placement.ceiling,
+        "resident_bytes": None if placement is None else placement.resident,
+        "streamed_bytes": None if placement is None else placement.streamed,
+    }
+
+
+def _memory_line(placement: Any) -> str:
+    from contextfold.ceiling import peak_memory, size_text
+
+    peak = peak_memory() or 0
+    kept = "within" if peak <= placement.ceiling else "above"
+    return (
+        f"Peak memory {size_text(peak)}, {kept} the ceiling of {size_text(placement.ceiling)}; "
+        f"{size_text(placement.resident)} of weights stayed in memory, {size_text(placement.streamed)} in their files."
+    )
 
 
 @contextmanager

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from contextfold.cli.common import Dtype, DtypeOption, JsonOption, Model, bind_model, load_model, out, waiting
+from contextfold.cli.common import (
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    MaxMemoryOption,
+    Model,
+    bind_model,
+    load_model,
+    out,
+    waiting,
+)
 from contextfold.cli.common import show_or_json as show
 from contextfold.errors import InputError
 
@@ -35,6 +45,7 @@ def export(
         str | None, typer.Option(help="peft: one rank for all pairs: auto, or one that vLLM allows.")
     ] = None,
     dtype: DtypeOption = Dtype.float32,
+    max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a patch for PEFT, as a checkpoint or for llama.cpp; load it back, and keep it only if it is proven."""
@@ -47,7 +58,7 @@ def export(
     exporter = _exporter(to, lora_only, uniform_rank)
     check_target(out_folder)
     stored = patchfile.load(patch)
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_memory)
     bound = bind_model(loaded)
     source = Source(
         bound, stored, name=model, save_tokenizer=loaded.tokenizer.save_pretrained, command=_command(sys.argv)
@@ -55,7 +66,7 @@ def export(
     with waiting("writing, loading back, comparing"):
         proof = export_patch(source, exporter, out_folder)
     written = str(out_folder) if proof.proven else None
-    show(as_json, {"model": model, **proof.to_json(), "folder": written}, lambda: export_view(proof))
+    show(as_json, {"model": model, **proof.to_json(), "folder": written}, lambda: export_view(proof), loaded)
     if not as_json:
         out.print(f"Wrote {written}." if written else "Not proven, so nothing was written.")
     raise typer.Exit(0 if proof.proven else 1)

@@ -15,6 +15,7 @@ from contextfold.cli.common import (
     FallbackOption,
     JsonOption,
     KeepOption,
+    MaxMemoryOption,
     Model,
     QueryOption,
     RuleOption,
@@ -64,6 +65,7 @@ def fold(
     rule: RuleOption = "balanced",
     fallback: FallbackOption = None,
     dtype: DtypeOption = Dtype.float32,
+    max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fold a context for the last token of a query, or for all its tokens at once; prove the patch, then write it."""
@@ -75,7 +77,7 @@ def fold(
     at = read_positions(positions)
     if positions == "last" and (sites is not Sites.output or typical is not None or strict):
         raise InputError("--sites, --typical and --strict are for several positions: add --positions all")
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_memory)
     prompt = read_prompt(loaded.tokenizer, context, query, keep)
     verdict: Verdict | SequenceVerdict
     with working(out_file) as store:
@@ -94,7 +96,7 @@ def fold(
     payload["patch"] = None if written is None else str(written)
     rows = "steps" if positions == "last" else "positions"
     payload[rows] = spelled(payload[rows], loaded.tokenizer.decode)
-    show_or_json(as_json, payload, lambda: show.verdict_view(verdict))
+    show_or_json(as_json, payload, lambda: show.verdict_view(verdict), loaded)
     if not as_json and out_file is not None:
         out.print(f"Wrote {written} ({patch.nbytes} bytes)." if written else "Not proven, so nothing was written.")
     raise typer.Exit(0 if verdict.proven else 1)

@@ -15,6 +15,7 @@ from contextfold.cli.common import (
     FallbackOption,
     JsonOption,
     KeepOption,
+    MaxMemoryOption,
     Model,
     RuleOption,
     bind_model,
@@ -60,13 +61,14 @@ def generate(
     rule: RuleOption = "balanced",
     fallback: FallbackOption = None,
     dtype: DtypeOption = Dtype.float32,
+    max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate with the context folded into the weights at every step, next to the model that has it."""
     from contextfold import prompts, stepwise
     from contextfold.verify.receipt import receipt_of
 
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_memory)
     ids, window = _layout(loaded.tokenizer, context, prompt, keep, see)
     bound = bind_model(loaded)
     end = loaded.tokenizer.eos_token_id
@@ -83,7 +85,7 @@ def generate(
         "query": None if prompt is None else prompts.read_argument(prompt), "text": text, **summary.to_json(),
     }  # fmt: skip
     payload |= {"steps": spelled(payload["steps"], decode), "receipt": receipt_of(bound)}
-    show_or_json(as_json, payload, lambda: f"\n{text!r}\n{summary.sentence()}")
+    show_or_json(as_json, payload, lambda: f"\n{text!r}\n{summary.sentence()}", loaded)
     raise typer.Exit(0 if summary.holds else 1)
 
 

@@ -12,6 +12,7 @@ from contextfold.cli.common import (
     DtypeOption,
     FallbackOption,
     JsonOption,
+    MaxMemoryOption,
     RuleOption,
     as_read,
     bind_model,
@@ -40,6 +41,7 @@ def verify(
     fallback: FallbackOption = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens per prompt of the suite.")] = None,
     dtype: DtypeOption = Dtype.float32,
+    max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put a patch file, or the rule itself over a suite of prompts, to the test."""
@@ -51,23 +53,24 @@ def verify(
     if (suite is None) == (patch is None):
         raise InputError("give either --patch FILE with --context and --query, or --suite paper")
     if suite is not None:
-        verdict, said = _suite(name, suite, keep, tokens, rule, fallback, dtype)
+        loaded, verdict, said = _suite(name, suite, keep, tokens, rule, fallback, dtype, max_memory)
     else:
         assert patch is not None
-        verdict, said = _stored(name, patch, context, query, keep or "sink", dtype)
-    show_or_json(as_json, said, lambda: show.verdict_view(verdict))
+        loaded, verdict, said = _stored(name, patch, context, query, keep or "sink", dtype, max_memory)
+    show_or_json(as_json, said, lambda: show.verdict_view(verdict), loaded)
     raise typer.Exit(0 if verdict.proven else 1)
 
 
 def _suite(
-    name: str, suite: str, keep: str | None, tokens: int | None, rule: str, fallback: str | None, dtype: Dtype
-) -> tuple[Any, dict[str, Any]]:
+    name: str, suite: str, keep: str | None, tokens: int | None, rule: str, fallback: str | None, dtype: Dtype,
+    max_memory: str | None,
+) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
     from contextfold import prompts, suites
     from contextfold.verify import Prompt, Settings, verify_prompts
 
     if suite != "paper":
         raise InputError(f"suite {suite!r} is unknown; there is one: paper")
-    loaded = load_model(name, dtype)
+    loaded = load_model(name, dtype, max_memory)
     count = suites.PAPER_TOKENS if tokens is None else tokens
     spans = read_spans(keep or "none", None)
     items = [Prompt(prompts.encode_text(loaded.tokenizer, text), keep=spans) for text in suites.PAPER]
@@ -76,7 +79,7 @@ def _suite(
     with steps("folding", len(items) * count) as progress:
         settings = Settings(rule, fallback, None, name, protocol)
         verdict = verify_prompts(bind_model(loaded), items, tokens=count, settings=settings, progress=progress)
-    return verdict, _json(loaded, verdict, {"prompts": list(suites.PAPER)})
+    return loaded, verdict, _json(loaded, verdict, {"prompts": list(suites.PAPER)})
 
 
 def _json(loaded: Any, verdict: Any, texts: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +89,8 @@ def _json(loaded: Any, verdict: Any, texts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(
-    name: str, path: Path, context: str | None, query: str | None, keep: str, dtype: Dtype
-) -> tuple[Any, dict[str, Any]]:
+    name: str, path: Path, context: str | None, query: str | None, keep: str, dtype: Dtype, max_memory: str | None
+) -> tuple[Any, Any, dict[str, Any]]:
     from contextfold import patchfile
     from contextfold.spectra import spectra
     from contextfold.verify import Settings, verify_patch, verify_sequence_patch
@@ -95,11 +98,12 @@ def _stored(
     if context is None or query is None:
         raise InputError("a patch is exact for one context and query: give both with --context and --query")
     stored = patchfile.load(path)
-    loaded = load_model(name, dtype)
+    loaded = load_model(name, dtype, max_memory)
     prompt = read_prompt(loaded.tokenizer, context, query, keep)
     with waiting("proving"):
         settings = Settings(other=other_context(loaded), name=name, protocol=protocol(prompt))
         bound = bind_model(loaded)
         test = verify_sequence_patch if stored.header.kind == "sequence" else verify_patch
         verdict = test(bound, stored, prompt, settings)
-    return verdict, {**_json(loaded, verdict, as_read(context, query)), "spectra": spectra(stored)}
+    said = {**_json(loaded, verdict, as_read(context, query)), "spectra": spectra(stored)}
+    return loaded, verdict, said
