@@ -240,6 +240,8 @@ def read_model(
         options["attn_implementation"] = attention
     if placement is not None and placement.streamed:
         options["device_map"] = dict(placement.device_map)
+    if "gguf_file" not in options:
+        options["use_safetensors"] = True  # other weights are pickles, which nothing here reads
     factory: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
     model, report = factory.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
     missing = sorted(report["missing_keys"])

@@ -225,7 +225,7 @@ def _load_folder(path: Path, name: str, how: _How) -> Loaded:
     except UNREADABLE as error:
         raise InputError(
             f"the folder {path} cannot be loaded as a causal language model with its tokenizer "
-            f"({one_line(error)}); give a complete folder written by save_pretrained"
+            f"({one_line(error)}); give a complete folder written by save_pretrained, weights in safetensors"
         ) from error
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from patches import fold
+from patches import fold, sign
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -116,8 +116,7 @@ def test_a_changed_weight_is_counted(tmp_path):
     name = "model.layers.1.self_attn.q_proj.weight"
     tensors[name][0, 0] += 1
     save_file(tensors, path, metadata={"format": "pt"})
-    receipt = tmp_path / "model" / "receipt.json"
-    receipt.write_text(json.dumps({**json.loads(receipt.read_text()), "files": {}}))
+    sign(tmp_path / "model")
     proof = check(source, Checkpoint(), tmp_path / "model")
     assert not proof.proven
     assert (proof.matched, proof.missing) == (proof.expected - 1, (name,))
@@ -128,8 +127,7 @@ def test_an_unpatched_checkpoint_is_not_ours(tmp_path):
     source = Source(bound, folded.patch)
     assert export(source, Checkpoint(), tmp_path / "model").proven
     bound.model.save_pretrained(tmp_path / "model")
-    receipt = tmp_path / "model" / "receipt.json"
-    receipt.write_text(json.dumps({**json.loads(receipt.read_text()), "files": {}}))
+    sign(tmp_path / "model")
     proof = check(source, Checkpoint(), tmp_path / "model")
     assert not proof.proven
     assert proof.logit_gap > 100 * proof.rounding_gap

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from patches import baked, fold, random_edits
+from patches import baked, fold, random_edits, sign
 from safetensors.torch import load_file, save_file
 
 import zoo
 from conformance import gap
 from contextfold.errors import InputError, NotExportable, PatchMismatch
 from contextfold.export import SERVED_RANKS, PeftFolder, Source, check, export
+from contextfold.export import peft as peft_module
 from contextfold.patch import BiasEdit, MatrixEdit, Site
 from contextfold.runtime import run
 
@@ -205,7 +206,7 @@ def written(llama, tmp_path):
 def spoil(folder, change):
     tensors = load_file(folder / WEIGHTS)
     save_file(change(tensors), folder / WEIGHTS)
-    (folder / "receipt.json").write_text(json.dumps({**json.loads((folder / "receipt.json").read_text()), "files": {}}))
+    sign(folder)
 
 
 def test_a_missing_pair_is_counted(llama, written):
@@ -233,11 +234,15 @@ def test_a_wrong_sign_is_seen(llama, written):
     assert proof.logit_gap > 100 * proof.rounding_gap
 
 
-def test_a_wrong_scaling_is_seen(llama, written):
+def test_a_wrong_scaling_is_seen(llama, tmp_path, monkeypatch):
     bound, folded = llama
-    (written / CONFIG).write_text(json.dumps({**settings(written), "lora_alpha": 2 * settings(written)["r"]}))
-    spoil(written, dict)
-    proof = check(Source(bound, folded.patch), PeftFolder(), written)
+    right = peft_module._settings
+
+    def wrong(*args):
+        return {**right(*args), "lora_alpha": 2 * right(*args)["r"]}
+
+    monkeypatch.setattr(peft_module, "_settings", wrong)
+    proof = export(Source(bound, folded.patch), PeftFolder(), tmp_path / "adapter")
     assert (proof.matched, proof.proven) == (proof.expected, False)
 
 

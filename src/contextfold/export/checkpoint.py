@@ -106,7 +106,8 @@ def _load(model: Any, folder: Path) -> Any:
 
     factory: Any = AutoModelForCausalLM
     loaded, report = factory.from_pretrained(
-        str(folder), dtype="auto", trust_remote_code=False, local_files_only=True, output_loading_info=True,
+        str(folder), dtype="auto", trust_remote_code=False, use_safetensors=True, local_files_only=True,
+        output_loading_info=True,
         attn_implementation=model.config._attn_implementation,
     )  # fmt: skip
     if report["missing_keys"]:

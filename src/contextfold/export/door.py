@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from contextfold.anatomy import Bound
@@ -12,7 +11,7 @@ from contextfold.errors import InputError, NotExportable
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.card import write_card
 from contextfold.export.checkpoint import Checkpoint
-from contextfold.export.folder import receipt_of, staged
+from contextfold.export.folder import check_files, receipt_of, staged
 from contextfold.export.gguf import GgufAdapter
 from contextfold.export.peft import PeftFolder
 from contextfold.export.proof import probe_of
@@ -55,10 +54,7 @@ def check(source: Source, exporter: Exporter, folder: Path, probe: Run | None = 
     receipt = receipt_of(folder)
     if receipt.get("target") != exporter.name:
         raise InputError(f"{folder} is an export to {receipt.get('target')!r}, not to {exporter.name!r}")
-    for name, wanted in receipt.get("files", {}).items():
-        path = folder / name
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
-            raise InputError(f"{path} is not the file that was written: export the patch again")
+    check_files(folder, receipt)
     return exporter.check(source, folder, probe_of(source.bound) if probe is None else probe)
 
 

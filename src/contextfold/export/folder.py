@@ -9,24 +9,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
+import hashlib
 import os
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from contextfold.errors import InputError
+from contextfold.errors import InputError, one_line
+from contextfold.files import parsed_json, read_whole
 
-__all__ = ["FORMAT", "RECEIPT", "Stage", "check_target", "receipt_of", "staged"]
+__all__ = ["FORMAT", "RECEIPT", "Stage", "check_files", "check_target", "receipt_of", "staged"]
 
 RECEIPT = "receipt.json"
 """The file by which a folder of ours is known, and says what it holds."""
 
 FORMAT = "contextfold-export"
+
+LARGEST = 64 * 2**20
+"""Bytes of a receipt, at most; it has a line per edited parameter and per file."""
 
 STALE = 86_400.0
 """Seconds after which an unfinished sibling is taken for the remains of a killed process."""
@@ -93,12 +97,36 @@ def staged(target: Path) -> Iterator[Stage]:
 def receipt_of(folder: Path) -> dict[str, Any]:
     """What the folder says of itself. Raises `InputError` when no export wrote it."""
     try:
-        found = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+        found = parsed_json(read_whole(folder / RECEIPT, LARGEST).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} holds no readable {RECEIPT}, so no export wrote it") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise InputError(f"{folder / RECEIPT} is not that of an export")
     return found
+
+
+def check_files(folder: Path, receipt: Mapping[str, Any]) -> None:
+    """Refuse a folder that is not what was written, before another program reads it.
+
+    A file that the receipt does not name may be one that a loader prefers: pickled weights, code, a configuration. Nor
+    is a link followed out of the folder. Raises `InputError`.
+    """
+    wanted = receipt.get("files")
+    if not isinstance(wanted, dict):
+        raise InputError(f"{folder / RECEIPT} names no files: export the patch again")
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
+    found.pop(RECEIPT, None)
+    link = next((path for path in folder.rglob("*") if path.is_symlink()), None)
+    if link is not None:
+        raise InputError(f"{link} is a link, and an export writes none: export the patch again")
+    other = min(set(found) ^ set(wanted), default=None)
+    if other is not None:
+        what = "is not one of the files that were" if other in found else "is not there, but was"
+        raise InputError(f"{one_line(repr(other))} in {folder} {what} written: export the patch again")
+    for name, path in found.items():
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != wanted[name]:
+                raise InputError(f"{path} is not the file that was written: export the patch again")
 
 
 def _is_ours(folder: Path) -> bool:

@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from contextfold.errors import InputError, NotExportable
+from contextfold.errors import InputError, NotExportable, one_line
 from contextfold.export.base import Exporter, Proof, Source
+from contextfold.export.folder import LARGEST
 from contextfold.export.layout import Layout, Pair, lay_out, refuse_scales
 from contextfold.export.names import stored_names
 from contextfold.export.proof import gap, logits, rounding_gap
 from contextfold.export.ranks import check_rank, cut, served_rank
+from contextfold.files import parsed_json, read_whole
 from contextfold.patch import MatrixEdit, Patch
 from contextfold.runtime import Run, applied
 
@@ -93,6 +95,7 @@ class PeftFolder(Exporter):
         """Load with PEFT on a copy of the model."""
         patch, losses = self.shipped(source.patch)
         layout = lay_out(source.bound, patch, self._rank(source.patch))
+        _check_settings(folder, _settings(source, layout))
         expected = _parameters(layout)
         found, held = _loaded(source.bound.model, folder, layout, probe)
         with applied(source.bound, patch) as model:
@@ -169,6 +172,16 @@ def _settings(source: Source, layout: Layout) -> dict[str, Any]:
     if layout.biased:
         settings["lora_bias"] = True
     return settings
+
+
+def _check_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse a configuration that says more than ours: PEFT imports modules and runs patterns that one names."""
+    try:
+        found = parsed_json(read_whole(folder / CONFIG, LARGEST).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / CONFIG} cannot be read ({one_line(error)}); export the patch again") from error
+    if found != wanted or not (folder / WEIGHTS).is_file():  # without it PEFT looks for pickled ones
+        raise InputError(f"{folder / CONFIG} is not the one of this patch: export the patch again")
 
 
 def _tensors(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
