@@ -17,7 +17,7 @@ from contextfold.anatomy.families import FAMILIES
 from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
-from contextfold.anatomy.sharded import agree, blocks_of, check_sharded, held, is_sharded
+from contextfold.anatomy.sharded import agree, blocks_of, check_sharded, held, is_sharded, refuse_sharded
 from contextfold.anatomy.wrapped import adapter_state, bare, in_memory, is_offloaded, lent_state, repacked
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Site
@@ -221,7 +221,8 @@ def check_state(model: nn.Module) -> None:
 
 
 def check_in_memory(model: nn.Module) -> None:
-    """Raises `UnsupportedModel` where weights are offloaded, for those who have to write them."""
+    """Raises `UnsupportedModel` where weights are offloaded or shared out, for those who need them whole."""
+    refuse_sharded(model, "discovery")
     _refuse_absent(model, [n for n, p in model.named_parameters() if p.device.type == "meta"])
 
 

@@ -360,4 +360,4 @@ class ExpertBlock(Block):
 
     @property
     def anchor(self) -> Tensor:
-        return self.outputs[0].weight
+        return self.outputs[0].like

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from contextfold.anatomy.block import ExpertBlock, LinearMap, first_output, first_tensor
+from contextfold.anatomy.sharded import ShardedMap, gathered, held
 from contextfold.errors import ProbeFailed
 from contextfold.lowrank import LowRank
 from contextfold.patch import MatrixEdit
@@ -95,7 +96,8 @@ def lent(edits: Sequence[tuple[LinearMap, LowRank]]) -> Iterator[None]:
             parameter = linear.stored
             stack.callback(setattr, parameter, "data", parameter.data)
             edited = parameter.data.clone()
-            MatrixEdit(delta).write(linear.site.matrix(edited), linear.site.matrix(parameter.data))
+            part = linear.shares.mine(delta) if isinstance(linear, ShardedMap) else delta
+            MatrixEdit(part).write(linear.site.matrix(edited), linear.site.matrix(parameter.data))
             parameter.data = edited
         yield
 
@@ -146,6 +148,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__()
+        self.block = block
         self.name = block.name
         self.inputs = _by_storage(block.stacked_inputs)
         self.outputs = _by_storage(block.outputs)
@@ -158,7 +161,7 @@ class _Watch(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func not in LINEAR or len(args) < 2 or not isinstance(args[1], Tensor):
             return out
-        x, weight = args[0], args[1]
+        x, weight = gathered(args[0].detach()), held(args[1])
         key = weight.untyped_storage().data_ptr()
         if key in self.inputs:
             for k, row in _pairs(self.inputs[key], weight, x):
@@ -167,7 +170,7 @@ class _Watch(TorchFunctionMode):
         if key in self.outputs and out.numel():
             leaf = torch.zeros_like(out, requires_grad=True)
             for place, (k, row) in enumerate(_pairs(self.outputs[key], weight, x)):
-                self.found.append((k, row.detach().double(), leaf, place))
+                self.found.append((k, self._whole(k, row).double(), leaf, place))
             return out + leaf
         return out
 
@@ -185,10 +188,16 @@ class _Watch(TorchFunctionMode):
         shares: dict[int, float] = {}
         for (k, row, leaf, place), grad in zip(self.found, grads, strict=True):
             if grad is not None:
-                share = self._share(grad.reshape(-1, leaf.shape[-1])[place].double(), probe.double())
+                share = self._share(gathered(grad).reshape(-1, leaf.shape[-1])[place].double(), probe.double())
                 if share != 0 and _used(row):
                     hidden[k], shares[k] = share * row, share
         return Observation(branch.detach().double(), frozenset(self.read), hidden, shares)
+
+    def _whole(self, k: int, row: Tensor) -> Tensor:
+        """What an output map reads, of which a process may have a part."""
+        linear = self.block.outputs[k]
+        columns = linear.shares.columns if isinstance(linear, ShardedMap) else None
+        return row if columns is None else columns.whole(row)
 
     def _share(self, grad: Tensor, probe: Tensor) -> float:
         share = float(grad @ probe / (probe @ probe))

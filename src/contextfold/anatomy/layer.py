@@ -207,15 +207,27 @@ class _Binder:
         stored = module._parameters.get(parameter)
         if stored is None:
             linear = self.linear(name)
-            _check_plain(linear.site.name, linear.module, linear.module._parameters.get("weight"))
+            _check_plain(linear.site.name, linear.module, held(linear.module._parameters.get("weight")))
             return (linear,)
         where = f"{self.path}.{owner}"
-        _check_plain(f"{where}.{parameter}", module, stored)
+        _check_plain(f"{where}.{parameter}", module, held(stored))
         if stored.dim() == 2 and packed is None:
-            return (LinearMap(Site(self.index, where, parameter), module),)
+            return (self.slice(Site(self.index, where, parameter), module),)
         count = stored.shape[0] if packed is None else int(self.factor(packed))
         sites = (Site(self.index, where, parameter, transposed, expert, count) for expert in range(count))
-        return tuple(LinearMap(site, module) for site in sites)
+        return tuple(self.slice(site, module) for site in sites)
+
+    def slice(self, site: Site, module: nn.Module) -> LinearMap:
+        """A map that is a parameter, or a slice of one, of a module that does more than to apply it."""
+        stored = module.get_parameter(site.parameter)
+        if not is_sharded(stored):
+            return LinearMap(site, module)
+        if site.transposed or stored.dim() != (2 if site.expert is None else 3):
+            raise UnsupportedModel(
+                f"{site.name} is shared out over processes and stored otherwise than as (experts, out, in); load the "
+                "model in one process"
+            )
+        return ShardedMap(site, module, shares_of(stored))
 
     def norm(self, name: str) -> Norm:
         within, owner = inside(self.layer.get_submodule(name))

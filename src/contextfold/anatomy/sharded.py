@@ -32,9 +32,11 @@ __all__ = [
     "agree",
     "blocks_of",
     "check_sharded",
+    "gathered",
     "held",
     "is_sharded",
     "part_of_output",
+    "refuse_sharded",
     "shares_of",
     "weight_shares",
     "whole_input",
@@ -52,6 +54,12 @@ def held(stored: Any) -> Tensor:
     module reads from then on. A `DTensor` takes none and says nothing, and `to_local` of a parameter gives a view."""
     part: Tensor = stored._local_tensor if is_sharded(stored) else stored
     return part
+
+
+def gathered(value: Any) -> Tensor:
+    """A `DTensor` as the whole that it stands for; anything else as it is. Meant for vectors, never for weights."""
+    whole: Tensor = value.full_tensor() if is_sharded(value) else value
+    return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,6 +294,12 @@ def agree(model: nn.Module, said: str) -> list[str]:
     found: list[str] = [""] * len(share.parts)
     dist.all_gather_object(found, said, group=share.group)
     return found
+
+
+def refuse_sharded(model: nn.Module, what: str) -> None:
+    """Raises `UnsupportedModel` where processes share the model, for what needs it in one piece."""
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UnsupportedModel(f"{what} needs the model in one process, and this one is shared out over several")
 
 
 BLOCK = 1 << 22

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from contextfold.anatomy import Bound
 from contextfold.anatomy.block import is_plain
+from contextfold.anatomy.sharded import refuse_sharded
 from contextfold.anatomy.wrapped import adapters, is_offloaded
 from contextfold.errors import InputError, NotExportable
 from contextfold.export.base import Exporter, Proof, Source
@@ -31,7 +32,8 @@ def export(source: Source, exporter: Exporter, out: Path, probe: Run | None = No
     are compared; pseudo-random ones when None.
 
     Raises `PatchMismatch` for a patch of another model, `NotExportable` where the format or its program cannot hold
-    the patch, and `InputError` for a place that cannot be written or a program that is not installed.
+    the patch, `UnsupportedModel` for a model that processes share, and `InputError` for a place that cannot be written
+    or a program that is not installed.
     """
     check_match(source.bound.model, source.bound.fingerprint, source.patch)
     _check_plain(source.bound, source.patch)
@@ -59,7 +61,8 @@ def check(source: Source, exporter: Exporter, folder: Path, probe: Run | None = 
 
 
 def _check_plain(bound: Bound, patch: Patch) -> None:
-    """Folders are for plain models, and proven on a second one in memory. Raises `NotExportable`."""
+    """Folders are for plain models, and proven on a second one in memory. Raises as `export`."""
+    refuse_sharded(bound.model, "an export")
     wrapped = next((name for name, _ in adapters(bound.model)), None)
     if wrapped is not None:
         raise NotExportable(
