@@ -204,9 +204,11 @@ def _publish(folder: Path, target: Path) -> None:
 
 
 def read_converted(
-    folder: Path, *, dtype: torch.dtype, attention: str | None, placement: Placement | None = None
+    folder: Path, *, dtype: torch.dtype, attention: str | None, placement: Placement | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of a folder that `converted` made. Raises what `UNREADABLE` lists.
+
+    `options` are for transformers, as for `read_model`.
 
     The tokenizer is the one that `AutoTokenizer` gives, from the same files, built directly: for a vocabulary
     of 262,144 tokens that parses the file once instead of five times. Loading it in a thread beside the model
@@ -214,7 +216,8 @@ def read_converted(
     """
     from transformers import PreTrainedTokenizerFast
 
-    model = read_model(str(folder), dtype=dtype, attention=attention, placement=placement, local_files_only=True)
+    options |= {"dtype": dtype, "attention": attention, "placement": placement, "local_files_only": True}
+    model = read_model(str(folder), **options)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings = {key: value for key, value in settings.items() if key not in ("tokenizer_class", "backend")}
     template = folder / "chat_template.jinja"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from contextfold import processes
 from contextfold.ceiling import Placement, keep_freed_memory_out, place
 from contextfold.conversion import (
     UNREADABLE,
@@ -140,10 +141,16 @@ class _How:
     dtype: torch.dtype
     attention: str | None
     ceiling: int | None
+    shared: bool
 
 
 def load(
-    name: str, *, dtype: torch.dtype = torch.float32, attention: str | None = None, max_memory: int | None = None
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    max_memory: int | None = None,
+    shared: bool = False,
 ) -> Loaded:
     """The model and the tokenizer called `name`.
 
@@ -155,12 +162,17 @@ def load(
     `max_memory` is a ceiling, in bytes, on what the whole process takes at its peak: as many weights stay in their
     files as that asks for (`contextfold.ceiling`), and `Loaded.placement` says which.
 
+    `shared` shares the weights out over the processes that `torchrun` started, by the tensor-parallel plan of
+    transformers; every process has to call this.
+
     Raises `InputError`, in one line, for an unknown name, an unsupported dtype or attention, a folder without
-    a configuration, a missing package, a broken file, weights that do not cover the model, and a ceiling that is
-    too low for it.
+    a configuration, a missing package, a broken file, weights that do not cover the model, a ceiling that is too
+    low for it, and a model that processes cannot share.
     """
     _check_arguments(dtype, attention)
-    how = _How(dtype, attention, max_memory)
+    if shared and max_memory is not None:
+        raise InputError("a model is either shared out over processes or kept under a ceiling on memory; choose one")
+    how = _How(dtype, attention, max_memory, shared)
     if max_memory is not None:
         keep_freed_memory_out()
     for builtin in BUILTINS:
@@ -199,9 +211,12 @@ def _load_gguf(path: Path, name: str, how: _How) -> Loaded:
 
 def _load_converted(folder: Path, name: str, label: str, how: _How) -> Loaded:
     placement = _placed(name, str(folder), how, local_files_only=True)
+    options = _shared(name, str(folder), how, local_files_only=True)
     try:
         with no_collection(), quiet():
-            model, tokenizer = read_converted(folder, dtype=how.dtype, attention=how.attention, placement=placement)
+            model, tokenizer = read_converted(
+                folder, dtype=how.dtype, attention=how.attention, placement=placement, **options
+            )
     except UNREADABLE as error:
         raise InputError(
             f"the converted copy of '{name}' in {folder} cannot be loaded ({one_line(error)}); delete that "
@@ -252,14 +267,19 @@ def _load_plain(source: str, name: str, how: _How, *, local_files_only: bool) ->
     # The tokenizer first: it is small, and without one the gigabytes are of no use.
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
     placement = _placed(name, source, how, local_files_only=local_files_only)
-    model = read_model(
-        source, dtype=how.dtype, attention=how.attention, placement=placement, local_files_only=local_files_only
-    )
+    options: dict[str, Any] = {"local_files_only": local_files_only}
+    options |= _shared(name, source, how, **options)
+    model = read_model(source, dtype=how.dtype, attention=how.attention, placement=placement, **options)
     return Loaded(model, tokenizer, name, placement=placement)
 
 
 def _placed(name: str, source: str, how: _How, **options: Any) -> Placement | None:
     return None if how.ceiling is None else place(name, source, how.dtype, how.ceiling, **options)
+
+
+def _shared(name: str, source: str, how: _How, **options: Any) -> dict[str, Any]:
+    """What tells transformers to share the model out."""
+    return {"distributed_config": processes.plan(name, source, **options)} if how.shared else {}
 
 
 def _other_names() -> str:

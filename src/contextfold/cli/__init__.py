@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from contextfold import processes
 from contextfold.cli.ablate import ablate
 from contextfold.cli.bake import bake
-from contextfold.cli.common import err
+from contextfold.cli.common import err, out
 from contextfold.cli.demo import demo
 from contextfold.cli.dynamics import dynamics
 from contextfold.cli.explain import explain
@@ -25,7 +26,7 @@ from contextfold.cli.report import report
 from contextfold.cli.reproduce import reproduce
 from contextfold.cli.sweep import sweep
 from contextfold.cli.verify import verify
-from contextfold.errors import ContextfoldError
+from contextfold.errors import ContextfoldError, InputError
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -44,11 +45,23 @@ for command in COMMANDS:
     app.command()(command)
 
 
+SHARED = ("inspect", "fold", "verify", "bake")
+"""Commands that several processes can run together, each with a part of the model."""
+
+
 @app.callback()
 def root(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
 ) -> None:
     """Fold a text context into the weights of a language model, exactly and in closed form, and prove it."""
+    if processes.count() > 1 and context.invoked_subcommand not in SHARED:
+        raise InputError(
+            f"{processes.count()} processes were started, and {context.invoked_subcommand} runs in one; several can "
+            f"share the model of {', '.join(SHARED)}"
+        )
+    if processes.rank():
+        out.quiet = err.quiet = True
 
 
 def main() -> None:
@@ -59,9 +72,13 @@ def main() -> None:
     except ContextfoldError as error:
         if debug:
             raise
-        err.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        err.quiet = False
+        who = f" on process {processes.rank()}" if processes.count() > 1 else ""
+        err.print(f"[red]error{who}:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer ends so, without a word, when it is interrupted
             err.print("interrupted; the model and all files are as they were", highlight=False)
+        elif processes.count() > 1 and end.code != 2:
+            processes.leave()
         raise

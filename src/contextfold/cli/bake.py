@@ -26,6 +26,7 @@ from contextfold.cli.common import (
     spelled,
     steps,
     working,
+    written_patch,
 )
 from contextfold.errors import InputError
 
@@ -66,7 +67,7 @@ def bake(
     as_json: JsonOption = False,
 ) -> None:
     """Bake a context into a patch that answers new questions, judge it by questions it has never seen, write it."""
-    from contextfold import bakeview, patchfile, prompts
+    from contextfold import bakeview, prompts
     from contextfold.bake import estimator as known
     from contextfold.spectra import spectra
 
@@ -83,7 +84,7 @@ def bake(
     plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
     with working(out_file) as store:
         baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
-        written = patchfile.save(baked.patch, out_file) if out_file is not None and verdict.holds else None
+        written = written_patch(baked.patch, out_file, verdict.holds)
     payload = {"context": prompts.read_argument(context), **verdict.to_json(), "spectra": spectra(baked.patch)}
     rows = spelled(payload["held_out"], decode)
     for row, question in zip(rows, judge, strict=True):

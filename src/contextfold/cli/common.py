@@ -52,12 +52,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 def load_model(name: str, dtype: Dtype, max_memory: str | None = None) -> Any:
     import torch
 
-    from contextfold import models
+    from contextfold import models, processes
     from contextfold.ceiling import read_size
 
     ceiling = None if max_memory is None else read_size(max_memory)
     with waiting(f"loading {name}"):
-        loaded = models.load(name, dtype=getattr(torch, dtype.value), max_memory=ceiling)
+        loaded = models.load(name, dtype=getattr(torch, dtype.value), max_memory=ceiling, shared=processes.count() > 1)
     if loaded.notice:
         err.print(f"[dim]{escape(loaded.notice)}[/]")
     return loaded
@@ -134,11 +134,13 @@ def check_page(path: Path | None, option: str) -> None:
 def working(path: Path | None) -> Iterator[Path | None]:
     """A folder beside the patch that is to be written at `path`, for what is solved until it stands.
 
-    It is gone when the work is done or refused, and stays when it was stopped: the same command then goes on.
+    It is gone when the work is done or refused, and stays when it was stopped: the same command then goes on. Several
+    processes have none, since they might not find the same places solved.
     """
+    from contextfold import processes
     from contextfold.store import clear
 
-    folder = None if path is None else path.with_name(f".{path.name}.work")
+    folder = None if path is None or processes.count() > 1 else path.with_name(f".{path.name}.work")
     try:
         yield folder
     except ContextfoldError:
@@ -147,6 +149,15 @@ def working(path: Path | None) -> Iterator[Path | None]:
         raise
     if folder is not None:
         clear(folder)
+
+
+def written_patch(patch: Any, path: Path | None, proven: bool) -> Path | None:
+    """Where the patch was written, if it is proven: by the first process, since all have the same."""
+    from contextfold import patchfile, processes
+
+    if path is None or not proven:
+        return None
+    return path if processes.rank() else patchfile.save(patch, path)
 
 
 SPELLED = ("token", "in_context", "unpatched", "patched", "answer", "without", "chosen", "question")
@@ -164,6 +175,8 @@ def spelled(rows: list[dict[str, Any]], decode: Callable[[Any], str]) -> list[di
 
 def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any], loaded: Any = None) -> None:
     """`loaded`: a model that was asked for with a ceiling on memory, or could have been: the peak is told besides."""
+    if out.quiet:  # of several processes, one speaks
+        return
     if as_json:
         told = payload if loaded is None else {**payload, **_memory(loaded)}
         sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")

@@ -32,6 +32,7 @@ from contextfold.cli.common import (
     steps,
     waiting,
     working,
+    written_patch,
 )
 from contextfold.errors import InputError
 
@@ -69,7 +70,7 @@ def fold(
     as_json: JsonOption = False,
 ) -> None:
     """Fold a context for the last token of a query, or for all its tokens at once; prove the patch, then write it."""
-    from contextfold import patchfile, show
+    from contextfold import show
     from contextfold.spectra import spectra
     from contextfold.verify import SequenceVerdict, Settings, Verdict, fold_and_prove
 
@@ -91,7 +92,7 @@ def fold(
             settings = Settings(other=other_context(loaded), name=model, protocol=text)
             options = {"at": at, "sites": sites.value, "typical": _tokens(loaded, typical), "strict": strict}
             patch, verdict = _sequence(bind_model(loaded), prompt, settings, {**options, "store": store})
-        written = patchfile.save(patch, out_file) if out_file is not None and verdict.proven else None
+        written = written_patch(patch, out_file, verdict.proven)
     payload = {**as_read(context, query), **verdict.to_json(), "spectra": spectra(patch)}
     payload["patch"] = None if written is None else str(written)
     rows = "steps" if positions == "last" else "positions"
