@@ -1,6 +1,6 @@
 """A model that is larger than what a process may take, and the work on it in a process of its own.
 
-`python large.py FOLDER CEILING` prints one line of JSON: peak and ceiling in bytes, and what was proven.
+`python large.py FOLDER ROOM` prints one line of JSON: sizes in bytes, and what was proven.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tiny import letters
 
 SETTINGS = {
     "vocab_size": 400,
-    "hidden_size": 640,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 16,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 14,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
@@ -29,6 +29,7 @@ SETTINGS = {
     "initializer_range": 0.05,
 }
 CONTEXT, QUERY = "The code word is zebra. Remember it.", "What is it?"
+QUESTIONS = ("Who?", "Where is it?", "Why?")
 
 
 def save(folder: Path, **settings: Any) -> int:
@@ -44,9 +45,9 @@ def save(folder: Path, **settings: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def measured(folder: Path, ceiling: int | None) -> dict[str, Any]:
-    """The work of `main` in a process of its own. `ceiling`: bytes above what the process takes without a model."""
-    command = [sys.executable, __file__, str(folder), str(ceiling or 0)]
+def measured(folder: Path, room: int) -> dict[str, Any]:
+    """The work of `main` in a process of its own. `room`: bytes above what the process takes without a model."""
+    command = [sys.executable, __file__, str(folder), str(room)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -57,30 +58,53 @@ def measured(folder: Path, ceiling: int | None) -> dict[str, Any]:
 def main(folder: str, room: int) -> dict[str, Any]:
     import transformers.models.llama.modeling_llama  # noqa: F401  # what any process with a Llama takes
 
+    import contextfold.bake
+    import contextfold.ceiling
     import contextfold.models
+    import contextfold.verify
+    from contextfold.runtime import Run, run
+
+    # Everything that would come later is here, so the margin is for the work alone.
+    contextfold.ceiling.MARGIN //= 2
+    before = contextfold.ceiling.used_memory()
+    loaded = contextfold.models.load(folder, max_memory=before + room)
+    found: dict[str, Any] = {"before": before, "ceiling": before + room, "streamed": loaded.placement.streamed}
+    found |= _worked(loaded)
+    found["peak"] = contextfold.ceiling.peak_memory()
+    run(contextfold.models.load(folder).model, Run(torch.tensor([1, 2]), torch.arange(2)))
+    return {**found, "peak_without": contextfold.ceiling.peak_memory()}
+
+
+def _worked(loaded: Any) -> dict[str, Any]:
+    """One token with its verdict, a sequence against the in-context logits, and a bake on what it learnt from."""
     from contextfold.anatomy import bind
-    from contextfold.ceiling import peak_memory, used_memory
-    from contextfold.prompts import encode
-    from contextfold.runtime import run
-    from contextfold.verify import Prompt, fold_and_prove, fold_and_prove_sequence
+    from contextfold.bake import Frame, answered, bake
+    from contextfold.fold import fold_sequence
+    from contextfold.prompts import encode, encode_text
+    from contextfold.runtime import materialised, run
+    from contextfold.verify import Prompt, evaluate, fold_and_prove
 
-    before = used_memory()
-    loaded = contextfold.models.load(folder, max_memory=before + room if room else None)
-    found: dict[str, Any] = {"before": before, "ceiling": before + room if room else None}
-    if loaded.placement is None:
-        from contextfold.runtime import Run
-
-        run(loaded.model, Run(torch.tensor([1, 2]), torch.arange(2)))
-    else:
-        found |= {"resident": loaded.placement.resident, "streamed": loaded.placement.streamed}
-        bound = bind(loaded.model)
-        ids = encode(loaded.tokenizer, CONTEXT, QUERY)
-        prompt = Prompt(ids.context, ids.query, ((0, 1),))
-        for name, prove in (("token", fold_and_prove), ("sequence", fold_and_prove_sequence)):
-            _, verdict = prove(bound, prompt)
-            told = verdict.to_json()
-            found[name] = {key: told[key] for key in ("proven", "worst_logit_gap", "unpatched_logit_gap")}
-    return {**found, "peak": peak_memory()}
+    bound = bind(loaded.model)
+    ids = encode(loaded.tokenizer, CONTEXT, QUERY)
+    _, verdict = fold_and_prove(bound, Prompt(ids.context, ids.query, ((0, 1),)))
+    token = {key: verdict.to_json()[key] for key in ("proven", "worst_logit_gap", "unpatched_logit_gap")}
+    folded = fold_sequence(bound, ids.context, ids.query)
+    n = ids.query.numel()
+    bare = run(bound.model, folded.split.reduced, n)
+    with materialised(bound, folded.patch):
+        met = run(bound.model, folded.split.reduced, n)
+    frame = Frame(ids.context[:1], ids.context[1:])
+    tails = [encode_text(loaded.tokenizer, text)[1:] for text in QUESTIONS]
+    examples = answered(bound, frame.full, tails, tokens=4, stop=())
+    baked = evaluate(bound, bake(bound, frame, examples), frame, examples)
+    return {
+        "token": token,
+        "sequence": {
+            "gap": float((met - folded.in_context).abs().max()),
+            "unpatched": float((bare - folded.in_context).abs().max()),
+        },
+        "bake": {"recovered": baked.patched.share, "random": baked.controls["random_patch"].share},
+    }
 
 
 if __name__ == "__main__":

@@ -22,13 +22,22 @@ from torch import nn
 
 from contextfold.errors import InputError
 
-__all__ = ["Placement", "keep_freed_memory_out", "peak_memory", "place", "read_size", "size_text", "used_memory"]
+__all__ = [
+    "Placement",
+    "give_back_freed_memory",
+    "peak_memory",
+    "place",
+    "read_size",
+    "size_text",
+    "used_memory",
+    "without_reserves",
+]
 
 UNITS: dict[str, int] = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}IB": 1024**k for k, p in enumerate("KMGT", 1)}
 """Bytes per unit, in capitals."""
 
-MARGIN = 64 * 2**20
+MARGIN = 128 * 2**20
 """Bytes for code that is imported later and for the activations of a short text, whatever the model."""
 
 GRAIN = 16 * 2**20
@@ -88,16 +97,26 @@ def _status(name: str) -> int | None:
     return None if found is None else int(found[1]) * 1024
 
 
-def keep_freed_memory_out() -> None:
-    """Let memory that is freed go back to the system at once, where the C library can be told to (glibc).
+def without_reserves() -> None:
+    """Let the memory of every tensor above 128 KiB go back to the system when it is freed, where the C library can be
+    told to (glibc).
 
     By itself it keeps what it was given for tensors of up to 32 MiB, and the sum of such rests passes any ceiling.
     """
-    threshold, mmap_threshold = 2**20, -3  # M_MMAP_THRESHOLD of malloc.h
+    threshold, mmap_threshold = 2**17, -3  # M_MMAP_THRESHOLD of malloc.h
+    _glibc("mallopt", mmap_threshold, threshold)
+
+
+def give_back_freed_memory(*_: object) -> None:
+    """Give what smaller tensors left free back to the system; a hook for the forwards of a model."""
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(name: str, *arguments: int) -> None:
     if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and gives back by itself
-        if mallopt is not None:
-            mallopt(mmap_threshold, threshold)
+        function = getattr(ctypes.CDLL(None), name, None)  # musl has none, and gives back by itself
+        if function is not None:
+            function(*arguments)
 
 
 def place(name: str, source: str, dtype: torch.dtype, ceiling: int, **options: Any) -> Placement:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from contextfold import processes
-from contextfold.ceiling import Placement, keep_freed_memory_out, place
+from contextfold.ceiling import Placement, give_back_freed_memory, place, without_reserves
 from contextfold.conversion import (
     UNREADABLE,
     converted,
@@ -174,7 +174,7 @@ def load(
         raise InputError("a model is either shared out over processes or kept under a ceiling on memory; choose one")
     how = _How(dtype, attention, max_memory, shared)
     if max_memory is not None:
-        keep_freed_memory_out()
+        without_reserves()
     for builtin in BUILTINS:
         if name == builtin.name:
             return _load_builtin(builtin, how)
@@ -224,7 +224,7 @@ def _load_converted(folder: Path, name: str, label: str, how: _How) -> Loaded:
         ) from error
     # Both would otherwise carry the path of somebody's cache into whatever is saved from them.
     model.config._name_or_path = tokenizer.name_or_path = label
-    return Loaded(model, tokenizer, name, placement=placement)
+    return _loaded(model, tokenizer, name, placement)
 
 
 def _load_folder(path: Path, name: str, how: _How) -> Loaded:
@@ -270,6 +270,14 @@ def _load_plain(source: str, name: str, how: _How, *, local_files_only: bool) ->
     options: dict[str, Any] = {"local_files_only": local_files_only}
     options |= _shared(name, source, how, **options)
     model = read_model(source, dtype=how.dtype, attention=how.attention, placement=placement, **options)
+    return _loaded(model, tokenizer, name, placement)
+
+
+def _loaded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, placement: Placement | None
+) -> Loaded:
+    if placement is not None and placement.streamed:
+        model.register_forward_pre_hook(give_back_freed_memory)
     return Loaded(model, tokenizer, name, placement=placement)
 
 

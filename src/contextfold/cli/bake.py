@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -173,11 +174,12 @@ class _Job:
         held = self.answers(frame, frame.kept, general[:anchors], laid.stop, moves=False)
         other = self.answers(frame, frame.kept, general[ELSEWHERE_FROM:], laid.stop, moves=False)
         baked = self.solve("baking", frame, (*known, *held), plan, store)
-        wrong = self.wrong(frame, known, plan) if controls else {}
-        verdict = evaluate(
-            self.bound, baked, frame, judged, controls=wrong, elsewhere={"general questions": other},
-            strengths=(0.5, 1.5), stop=laid.stop, name=name, method=plan["method"],
-        )  # fmt: skip
+        with TemporaryDirectory(dir=None if store is None else store.parent, prefix=".controls.") as aside:
+            wrong = self.wrong(frame, known, plan, Path(aside)) if controls else {}
+            verdict = evaluate(
+                self.bound, baked, frame, judged, controls=wrong, elsewhere={"general questions": other},
+                strengths=(0.5, 1.5), stop=laid.stop, name=name, method=plan["method"],
+            )  # fmt: skip
         return baked, verdict
 
     def known(self, frame: Any, tails: Any, stop: Any) -> tuple[Any, ...]:
@@ -209,18 +211,22 @@ class _Job:
         with steps(what, places(self.bound, plan["method"])) as advance:
             return bake(self.bound, frame, examples, store=store, progress=lambda *_: advance(None), **plan)
 
-    def wrong(self, frame: Any, known: Any, plan: dict[str, Any]) -> dict[str, Any]:
-        """Patches of the same questions and answers, from a shuffled context and from another one."""
-        from contextfold import prompts, suites
+    def wrong(self, frame: Any, known: Any, plan: dict[str, Any], aside: Path) -> dict[str, Any]:
+        """Patches of the same questions and answers, from a shuffled context and from another one.
+
+        They wait in files: no more than one of them is held at once.
+        """
+        from contextfold import patchfile, prompts, suites
         from contextfold.bake import Frame
         from contextfold.verify.controls import wrong_contexts
 
         other = prompts.encode_text(self.loaded.tokenizer, suites.OTHER_CONTEXT)
         contexts = wrong_contexts(frame.context, (), self.bound.vocabulary, other)
-        return {
-            name: self.solve(f"baking control {name}", Frame(frame.kept, ids), known, plan).patch
-            for name, ids in contexts.items()
-        }
+        for name, ids in contexts.items():
+            patchfile.save(
+                self.solve(f"baking control {name}", Frame(frame.kept, ids), known, plan).patch, aside / name
+            )
+        return {name: partial(patchfile.load, aside / name) for name in contexts}
 
 
 def _frame(laid: Any) -> Any:

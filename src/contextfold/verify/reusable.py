@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ TOGETHER = 8
 """Questions whose logits are held at once; a vocabulary is wide."""
 
 Condition = Callable[[], AbstractContextManager[object]]
+
+Made = Patch | Callable[[], Patch]
+"""A patch, or what makes one whenever it is wanted, so that not all of them are held at once."""
 
 Answer = tuple[float, int, int]
 """Of one answer: KL in nats, tokens at which the first choices agree, tokens."""
@@ -236,7 +240,7 @@ def evaluate(
     frame: Frame,
     held_out: Sequence[Example],
     *,
-    controls: Mapping[str, Patch] | None = None,
+    controls: Mapping[str, Made] | None = None,
     elsewhere: Mapping[str, Sequence[Example]] | None = None,
     strengths: Sequence[float] = (),
     stop: Sequence[int] = (),
@@ -247,7 +251,8 @@ def evaluate(
     """Put a baked patch to the test, written into the weights, under the unmodified forward.
 
     `held_out` are questions with the in-context model's answers, none of which the patch was made from. `controls`
-    are patches that must not do what this one does; a random one of equal norm is always among them. `elsewhere`
+    are patches that must not do what this one does, or what reads them when they are wanted; a random one of equal norm
+    is always among them. `elsewhere`
     names examples with the *bare* model's answers. `stop` ends an answer when the patched model is left alone.
     `scorer` says what an answer is worth; it is asked about those of the model with the context, patched, and bare.
 
@@ -258,9 +263,9 @@ def evaluate(
     baked = patch if isinstance(patch, Baked) else None
     edits = patch.patch if isinstance(patch, Baked) else patch
     conditions: dict[str, Condition] = {"": nullcontext, "patch": _writer(bound, edits)}
-    others = {**(controls or {}), RANDOM: random_like(edits)}
+    others: dict[str, Made] = {**(controls or {}), RANDOM: partial(random_like, edits)}
     conditions |= {f"control {n}": _writer(bound, p) for n, p in others.items()}
-    conditions |= {f"times {f}": _writer(bound, edits * f) for f in strengths}
+    conditions |= {f"times {f}": _writer(bound, partial(edits.__mul__, f)) for f in strengths}
     effects = _effects(bound, frame.full, {n: (frame.kept, c) for n, c in conditions.items()}, held_out)
     unpatched = effects[""]
     if not unpatched.mean > 0:
@@ -284,8 +289,8 @@ def evaluate(
     )
 
 
-def _writer(bound: Bound, patch: Patch) -> Condition:
-    return lambda: materialised(bound, patch)
+def _writer(bound: Bound, patch: Made) -> Condition:
+    return lambda: materialised(bound, patch if isinstance(patch, Patch) else patch())
 
 
 def _effects(
