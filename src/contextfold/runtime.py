@@ -54,7 +54,7 @@ class Run:
 
 @torch.no_grad()
 def run(model: nn.Module, tokens: Run, last: int = 1) -> Tensor:
-    """Logits `(last, V)` of the last positions, from one ordinary forward without a cache.
+    """Logits `(last, V)` of the last positions, from one ordinary forward without a cache; `last` may be 0.
 
     Positions are always passed to models that take any. So is a mask of ones: without it transformers takes a gap in
     the positions for the border of a packed sequence, and tokens behind the gap would not see those before it.
@@ -64,12 +64,12 @@ def run(model: nn.Module, tokens: Run, last: int = 1) -> Tensor:
     arguments: dict[str, Any] = {}
     if keeps_logits(model):
         # Positions and not their number: given a number, Gemma 4 drops all other tokens from its late layers.
-        arguments["logits_to_keep"] = torch.arange(ids.shape[1], device=ids.device)[-last:]
+        arguments["logits_to_keep"] = torch.arange(ids.shape[1], device=ids.device)[ids.shape[1] - last :]
     if takes_positions(model):
         arguments["position_ids"] = tokens.positions[None].to(ids.device)
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments)
-    logits: Tensor = output.logits[0, -last:]
-    return logits
+    logits: Tensor = output.logits[0]
+    return logits[logits.shape[0] - last :]
 
 
 class Decoder:

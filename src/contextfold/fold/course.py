@@ -134,7 +134,7 @@ def _runs(bound: Bound, context: Tensor, query: Tensor, direction: Direction) ->
 
 def _states(bound: Bound, blocks: Sequence[Block], tokens: Run, n: int) -> list[BlockState]:
     with recording(blocks, slice(-n, None), "zv") as states:
-        run(bound.model, tokens)
+        run(bound.model, tokens, last=0)
     return states
 
 

@@ -57,7 +57,7 @@ def solve_in_step(
     """
     model = job.bound.model
     full = Pausable(partial(run, model, job.full, job.last))
-    typical = None if job.typical is None else Pausable(partial(run, model, job.typical))
+    typical = None if job.typical is None else Pausable(partial(run, model, job.typical, last=0))
     course = _Course(job, known, free, solved, full, typical)
     with ExitStack() as stack:
         for ahead in (full, typical):
@@ -66,7 +66,7 @@ def solve_in_step(
         stack.callback(course.close)
         if len(known) < len(job.bound.blocks):
             course.enter(0)
-            run(model, job.reduced)
+            run(model, job.reduced, last=0)
         else:
             course.found += [known[block.index] for block in job.bound.blocks]
         return course.found, full.result()

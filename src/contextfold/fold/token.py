@@ -139,7 +139,7 @@ def fold_token(
         for fold in folds:
             fold.listen(stack, overlay)
         with overlay:
-            run(bound.model, parts.reduced)
+            run(bound.model, parts.reduced, last=0)
     exact = (int(parts.reduced.positions[-1]),)
     plan = tuple(dict.fromkeys(name for choice in choices for name in choice.names))
     patch = Patch(header_of(bound, parts, "token", exact, plan, written), overlay.edits)

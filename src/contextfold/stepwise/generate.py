@@ -219,7 +219,8 @@ def _sequence(model: nn.Module, ids: Tensor) -> Any:
     """The cache of one sequence `(n,)`; None when it is empty."""
     if ids.numel() == 0:
         return None
-    cache = forward(model, ids[None], torch.ones(1, ids.numel()), torch.arange(ids.numel())[None], None).cache
+    positions = torch.arange(ids.numel())[None]
+    cache = forward(model, ids[None], torch.ones(1, ids.numel()), positions, None, last=0).cache
     check_cache(cache)
     return cache
 

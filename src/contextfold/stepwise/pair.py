@@ -40,10 +40,14 @@ class Pair:
 
 
 @torch.no_grad()
-def forward(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
-    """An ordinary forward with a cache: `ids`, `positions (rows, n)`, `mask (rows, columns)` of everything seen."""
+def forward(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last: int = 1) -> Any:
+    """An ordinary forward with a cache: `ids`, `positions (rows, n)`, `mask (rows, columns)` of everything seen.
+
+    A model that can compute some logits only computes those of the `last` columns, which may be none.
+    """
     device = device_of(model)
-    arguments = {"logits_to_keep": 1} if keeps_logits(model) else {}
+    n = ids.shape[1]
+    arguments = {"logits_to_keep": torch.arange(n - last, n, device=device)} if keeps_logits(model) else {}
     return model(
         input_ids=ids.to(device),
         attention_mask=mask.to(device, torch.int64),

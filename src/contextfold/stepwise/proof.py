@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,10 +86,13 @@ class _Alone:
 
     def logits(self) -> Tensor:
         """`(V,)`, from an ordinary forward of the current token over a cache made afresh."""
+        logits: Tensor = self.run(last=1).logits[0, -1]
+        return logits
+
+    def run(self, last: int) -> Any:
         mask = torch.ones(1, self.seen.ids.numel())
         ids, positions = self.seen.ids[None, -1:], self.seen.positions[None, -1:]
-        logits: Tensor = forward(self.bound.model, ids, mask, positions, self.kept.fresh()).logits[0, -1]
-        return logits
+        return forward(self.bound.model, ids, mask, positions, self.kept.fresh(), last)
 
 
 def prove(
@@ -121,7 +125,7 @@ def prove(
         for fold in folds:
             fold.listen(hooks, overlay)
         with overlay:
-            alone.logits()
+            alone.run(last=0)
             hooks.close()
             # No hook is left that sees an activation. Those of the overlay store the edited weight of a map before it
             # runs and the original after it: nothing but stored weights tells this model from the one that was loaded.
