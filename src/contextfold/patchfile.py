@@ -244,6 +244,13 @@ def _count(value: object) -> int:
     return _typed(value, int)
 
 
+def _position(value: object) -> int:
+    """Of a sequence, or counted from its end."""
+    if not -(2**31) < _typed(value, int) < 2**31:
+        raise ValueError(f"{value!r} is no position")
+    return _typed(value, int)
+
+
 def _text(value: object) -> str:
     """A name that can be printed: no line break, and nothing that a terminal would act on."""
     if not _typed(value, str).isprintable():
@@ -255,7 +262,9 @@ def _header(row: dict[str, Any]) -> Header:
     names = {f.name for f in fields(Header)}
     if set(row) != names:
         raise ValueError(f"header fields {sorted(set(row) ^ names)} are missing or unknown")
-    read: dict[str, Any] = {name: tuple(_count(v) for v in row[name]) for name in ("positions", "exact_at")}
+    # Blocks of the user's own are met at the last positions, counted from the end.
+    position = _position if row["kind"] == "blocks" else _count
+    read: dict[str, Any] = {name: tuple(position(v) for v in row[name]) for name in ("positions", "exact_at")}
     read["plan"] = tuple(_text(v) for v in row["plan"])
     read["versions"] = {_text(k): _text(v) for k, v in dict(row["versions"]).items()}
     read["materialised"] = _typed(row["materialised"], bool)
