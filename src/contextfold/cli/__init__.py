@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from contextfold import processes
+from contextfold import __version__, processes
 from contextfold.cli.ablate import ablate
 from contextfold.cli.bake import bake
 from contextfold.cli.common import err, out
@@ -49,9 +49,18 @@ SHARED = ("inspect", "fold", "verify", "bake")
 """Commands that several processes can run together, each with a part of the model."""
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        out.print(f"contextfold {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
 ) -> None:
     """Fold a text context into the weights of a language model, exactly and in closed form, and prove it."""
