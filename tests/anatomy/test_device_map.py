@@ -10,8 +10,7 @@ import zoo
 from conformance import gap, tokens
 from contextfold.anatomy import bind, weights_digest
 from contextfold.anatomy.discover import discover
-from contextfold.errors import NotControllable, NotExportable, UnsupportedModel
-from contextfold.export import Checkpoint, PeftFolder, Source, export
+from contextfold.errors import NotControllable, UnsupportedModel
 from contextfold.fold import fold_sequence, fold_token
 from contextfold.forms import expressions
 from contextfold.runtime import Decoder, applied, materialised, run
@@ -170,16 +169,6 @@ def test_what_does_not_fit_into_the_dtype_is_refused_on_the_disk_too(tmp_path):
     with pytest.raises(NotControllable, match=r"entries beyond torch\.float16"), materialised(model, patch * 1e7):
         pass
     assert weights_digest(model) == patch.header.fingerprint
-
-
-def test_exports_of_offloaded_models_are_refused_by_name(tmp_path):
-    plain = saved(tmp_path, build("llama", torch.float64))
-    model = placed(tmp_path, on_disk(plain, LAYER))
-    patch = fold_token(plain, *ids(model)).patch
-    for exporter in (Checkpoint(), PeftFolder()):
-        with pytest.raises(NotExportable, match=r"model\.layers\.1\.\S+ is offloaded"):
-            export(Source(bind(model), patch), exporter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_norm_scales_on_disk_are_refused_by_name(tmp_path):

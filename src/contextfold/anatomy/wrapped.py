@@ -29,6 +29,7 @@ __all__ = [
     "is_offloaded",
     "lent_state",
     "repacked",
+    "value_of",
     "with_adapters",
 ]
 
@@ -198,3 +199,12 @@ def in_memory(module: nn.Module) -> Iterator[None]:
 
     with align_module_device(module):
         yield
+
+
+@contextmanager
+def value_of(model: nn.Module, name: str) -> Iterator[Tensor]:
+    """A parameter or buffer by its dotted name, brought for as long as the `with` lasts where it is offloaded."""
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with in_memory(module):
+        yield getattr(module, own)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from contextfold.anatomy.wrapped import value_of
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.folder import FORMAT, RECEIPT
 from contextfold.patch import BiasEdit, MatrixEdit, ScaleEdit, Site
@@ -21,19 +22,21 @@ __all__ = ["digest_of", "write_card"]
 VERSION = 1
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes, in name order."""
+def digest_of(model: nn.Module, names: Collection[str]) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of these parameters, in name order, one after the other."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-        flat = tensor.detach().contiguous().cpu().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+    for name in sorted(names):
+        with value_of(model, name) as tensor:
+            digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+            flat = tensor.detach().contiguous().cpu().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def write_card(source: Source, exporter: Exporter, folder: Path, facts: Mapping[str, Any], proof: Proof) -> None:
     """Write `receipt.json` and `README.md`. The receipt names every other file of the folder with its SHA-256."""
     config: Any = source.bound.model.config
+    touched = {f"{site.module}.{site.parameter}" for site in source.patch.edits}
     receipt = {
         "format": FORMAT,
         "version": VERSION,
@@ -45,7 +48,7 @@ def write_card(source: Source, exporter: Exporter, folder: Path, facts: Mapping[
             "model_type": source.bound.model_type,
             "dtype": str(source.bound.dtype).removeprefix("torch."),
             "weights_sha256": source.bound.fingerprint,
-            "touched_weights_sha256": digest_of(_touched(source)),
+            "touched_weights_sha256": digest_of(source.bound.model, touched),
         },
         "patch": _patch_facts(source),
         "written": dict(facts),
@@ -57,15 +60,6 @@ def write_card(source: Source, exporter: Exporter, folder: Path, facts: Mapping[
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     receipt["files"] = {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
     (folder / RECEIPT).write_text(json.dumps(receipt, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _touched(source: Source) -> dict[str, Tensor]:
-    """The base weights under the edits: whoever has the same may use the patch."""
-    model = source.bound.model
-    return {
-        f"{site.module}.{site.parameter}": model.get_submodule(site.module).get_parameter(site.parameter)
-        for site in source.patch.edits
-    }
 
 
 def _patch_facts(source: Source) -> dict[str, Any]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from contextfold.anatomy.wrapped import device_of, is_offloaded, value_of
 from contextfold.errors import NotExportable
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.proof import gap, logits, rounding_gap
+from contextfold.export.rounding import lost, write_float32
 from contextfold.runtime import Run, materialised
 
 __all__ = ["Checkpoint"]
@@ -44,33 +47,41 @@ class Checkpoint(Exporter):
         beside them, in float32: the sum of both is the patched weight.
         """
         model: Any = source.bound.model
-        with _refusals("cannot be written"), _no_bars(), materialised(source.bound, source.patch):
-            model.save_pretrained(folder, max_shard_size=self.shard_size)
+        with _refusals("cannot be written"), _quiet(), materialised(source.bound, source.patch):
+            model.save_pretrained(folder, max_shard_size=self._shard(model))
             if source.save_tokenizer is not None:
                 source.save_tokenizer(str(folder))
-            written = {name: model.get_parameter(name).data for name in _touched(source)}
-        lost = _lost(source, written)
         narrow = torch.finfo(source.bound.dtype).bits < torch.finfo(torch.float32).bits
+        largest: list[float] = []
         if narrow:
             (folder / LOST).parent.mkdir()
-            save_file(lost, folder / LOST, metadata={"format": "pt"})
+            write_float32(folder / LOST, source, lambda part: largest.append(float(part.abs().max())))
+        else:
+            largest += [float(part.abs().max()) for _, part in lost(source)]
         return {
-            "edited_parameters": len(written),
-            "largest_rounding": max((float(t.abs().max()) for t in lost.values()), default=0.0),
+            "edited_parameters": len(largest),
+            "largest_rounding": max(largest, default=0.0),
             "rounding_file": LOST.as_posix() if narrow else None,
         }
+
+    def _shard(self, model: nn.Module) -> str | int:
+        """A file is put together in memory; so where weights are kept out of it, a file holds a few of them."""
+        if not any(is_offloaded(module) for module in model.modules()):
+            return self.shard_size
+        return 4 * max(p.numel() * p.element_size() for p in model.parameters())
 
     def check(self, source: Source, folder: Path, probe: Run) -> Proof:
         """Load with transformers, compare every tensor bit by bit, and the logits."""
         model: Any = source.bound.model
-        with _refusals("cannot be loaded"), _no_bars():
+        with _refusals("cannot be loaded"), _quiet():
             loaded = _load(model, folder)
             found = logits(loaded, probe)
-        state = loaded.state_dict()
+        held = loaded.state_dict().keys()
         with materialised(source.bound, source.patch):
             ours = logits(model, probe)
-            wrong = tuple(name for name, value in model.state_dict().items() if not _same(state.get(name), value))
-            total = len(model.state_dict())
+            names = model.state_dict().keys()
+            wrong = tuple(name for name in names if name not in held or not _same(loaded, model, name))
+            total = len(names)
         if _ties(loaded) != _ties(model):
             wrong = (*wrong, "tied embeddings")
             total += 1
@@ -87,40 +98,28 @@ class Checkpoint(Exporter):
         )
 
 
-def _touched(source: Source) -> dict[str, None]:
-    return dict.fromkeys(f"{site.module}.{site.parameter}" for site in source.patch.edits)
-
-
-def _lost(source: Source, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`exact − stored` per edited parameter, float32; the exact sum in float64."""
-    exact = {name: source.bound.model.get_parameter(name).data.double() for name in written}
-    for site, edit in source.patch.edits.items():
-        name = f"{site.module}.{site.parameter}"
-        exact[name] = edit.merged(exact[name], site)
-    return {name: (exact[name] - stored.double()).float().cpu().contiguous() for name, stored in written.items()}
-
-
 def _load(model: Any, folder: Path) -> Any:
-    """The folder as a model, run by the same implementations as the one that it came from."""
+    """The folder as a model, run by the same implementations as the one that it came from, and placed as it is."""
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
     loaded, report = factory.from_pretrained(
         str(folder), dtype="auto", trust_remote_code=False, use_safetensors=True, local_files_only=True,
-        output_loading_info=True,
+        output_loading_info=True, device_map=vars(model).get("hf_device_map"),
         attn_implementation=model.config._attn_implementation,
     )  # fmt: skip
     if report["missing_keys"]:
         raise ValueError(f"{len(report['missing_keys'])} parameters are missing, {min(report['missing_keys'])} first")
     loaded.set_experts_implementation(model.get_experts_implementation())
-    return loaded.to(next(model.parameters()).device).eval()
+    return loaded.eval() if "hf_device_map" in vars(model) else loaded.to(device_of(model)).eval()
 
 
-def _same(found: Tensor | None, wanted: Tensor) -> bool:
+def _same(loaded: nn.Module, model: nn.Module, name: str) -> bool:
     """Equal bit by bit, so that a NaN or a signed zero counts as what it is."""
-    if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return False
-    return bool(torch.equal(_bits(found), _bits(wanted)))
+    with value_of(loaded, name) as found, value_of(model, name) as wanted:
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            return False
+        return bool(torch.equal(_bits(found), _bits(wanted)))
 
 
 def _bits(value: Tensor) -> Tensor:
@@ -128,7 +127,9 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def _ties(model: nn.Module) -> set[tuple[str, str]]:
-    """Pairs of names that share one parameter."""
+    """Pairs of names that share one parameter; where weights come for a call, as the model itself says."""
+    if any(is_offloaded(module) for module in model.modules()):
+        return set(vars(model).get("all_tied_weights_keys", {}).items())
     first: dict[int, str] = {}
     return {
         (first.setdefault(id(parameter), name), name)
@@ -148,14 +149,20 @@ def _refusals(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """No progress bars of transformers inside; as it was afterwards."""
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers inside, nor warnings that weights lie elsewhere; as it was afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    placing = getLogger("accelerate.big_modeling")
+    level = placing.level
+    placing.setLevel(ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+            yield
     finally:
+        placing.setLevel(level)
         if shown:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

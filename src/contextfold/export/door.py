@@ -61,7 +61,7 @@ def check(source: Source, exporter: Exporter, folder: Path, probe: Run | None = 
 
 
 def _check_plain(bound: Bound, patch: Patch) -> None:
-    """Folders are for plain models, and proven on a second one in memory. Raises as `export`."""
+    """Folders are for plain models, and proven on a second one. Raises as `export`."""
     refuse_sharded(bound.model, "an export")
     wrapped = next((name for name, _ in adapters(bound.model)), None)
     if wrapped is not None:
@@ -69,15 +69,9 @@ def _check_plain(bound: Bound, patch: Patch) -> None:
             f"{wrapped} is wrapped by PEFT, and the patch holds for model and adapter together, which no folder keeps; "
             "merge the adapter into the model (merge_and_unload), fold on that, and export the new patch"
         )
-    away = next((name for name, module in bound.model.named_modules() if is_offloaded(module)), None)
-    if away is not None:
-        raise NotExportable(
-            f"{away} is offloaded, and an export is proven on a second model in memory; load the model without "
-            "offloading and export the same patch"
-        )
     for site in patch.edits:
         owner = bound.model.get_submodule(site.module)
-        if not is_plain(owner._parameters.get(site.parameter)):
+        if not is_plain(owner._parameters.get(site.parameter)) and not is_offloaded(owner):
             raise NotExportable(
                 f"{site.name} of a {type(owner).__name__} is quantised, and an export is compared with weights that "
                 "are written; let the patch act beside the quantised model (`applied`), or fold on the plain one and "

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from contextfold.anatomy.wrapped import execution_device, is_offloaded
 from contextfold.errors import InputError, NotExportable, one_line
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.folder import LARGEST
@@ -221,7 +222,7 @@ def _loaded(model: nn.Module, folder: Path, layout: Layout, probe: Run) -> tuple
         raise InputError(
             "proving a PEFT folder needs the package peft, which is not installed; run: pip install 'contextfold[peft]'"
         ) from error
-    fresh: Any = copy.deepcopy(model)
+    fresh: Any = _copy(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -232,6 +233,29 @@ def _loaded(model: nn.Module, folder: Path, layout: Layout, probe: Run) -> tuple
             f"peft {version('peft')} does not take this patch ({' '.join(str(error).split())}); export a checkpoint"
         ) from error
     return found, _held(loaded, layout)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A second model for PEFT to put its modules into.
+
+    Where weights are offloaded, both share them. And the copy has no map of devices: given one, PEFT 0.21 renames the
+    tensors in the very files that the weights lie in, for its own modules, and the folder is a model no more. PEFT puts
+    its pairs where the weights beside them lie; until a call brings those, tensors without memory stand in.
+    """
+    away = [module for module in model.modules() if is_offloaded(module)]
+    if not away:
+        return copy.deepcopy(model)
+    sources = (vars(module)["_hf_hook"].weights_map for module in away)
+    shared = (*model.parameters(), *model.buffers(), *sources)
+    fresh = copy.deepcopy(model, {id(each): each for each in shared})
+    vars(fresh).pop("hf_device_map", None)
+    for module in fresh.modules():
+        if is_offloaded(module):
+            where = execution_device(module)
+            for name, p in list(module.named_parameters(recurse=False)):
+                stand_in = torch.zeros((), dtype=p.dtype, device=where).expand(p.shape)
+                setattr(module, name, nn.Parameter(stand_in, requires_grad=False))
+    return fresh
 
 
 def _held(loaded: Any, layout: Layout) -> set[str]:
