@@ -46,7 +46,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there_and_nothing_else(tmp_
     def fail(*_args, **_named):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("contextfold.store.os.replace", fail)
+    monkeypatch.setattr("contextfold.files.os.replace", fail)
     with pytest.raises(InputError, match="no space left"):
         store.put("a", {"x": torch.zeros(3)}, {})
     assert len(list(tmp_path.iterdir())) == 1
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
 def test_clearing_takes_its_own_files_only(tmp_path):
     Store(tmp_path / "work" / "one", "key").put("a", {"x": torch.ones(1)}, {})
     Store(tmp_path / "work" / "two", "key").put("a", {"x": torch.ones(1)}, {})
-    (tmp_path / "work" / "one" / "b.17.solving").write_text("half")
+    (tmp_path / "work" / "one" / ".b.solved.17.part").write_text("half")
     (tmp_path / "work" / "two" / "note").write_text("mine")
     clear(tmp_path / "work")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [

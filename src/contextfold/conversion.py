@@ -15,10 +15,7 @@ import io
 import json
 import os
 import re
-import shutil
 import struct
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from logging import ERROR, getLogger
@@ -29,7 +26,8 @@ import platformdirs
 import torch
 from safetensors import SafetensorError
 
-from contextfold.errors import InputError, one_line
+from contextfold.errors import InputError, NotWritten, one_line
+from contextfold.scratch import flush, flush_all, hidden_folder, sweep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,9 +54,6 @@ Anything else is a bug of ours or of theirs and keeps its traceback.
 
 _RECIPE = "1"
 """Part of every key: raise it when a conversion would write something else than before."""
-
-_STALE = 86_400.0
-"""Seconds after which an unfinished folder is taken for the remains of a killed process."""
 
 
 def cache_folder() -> Path:
@@ -103,18 +98,15 @@ def converted(name: str, key: str, source: Callable[[Path], Path], convert: bool
     _require_readers(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target.parent)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        sweep(target.parent)
+        with hidden_folder(target) as scratch:
+            _convert(name, source, scratch)
+            _publish(scratch / "model", target)
     except OSError as error:
-        raise InputError(
+        raise NotWritten(
             f"the model cache {target.parent} cannot be written ({one_line(error)}); set XDG_CACHE_HOME to "
             "another folder"
         ) from error
-    try:
-        _convert(name, source, scratch)
-        _publish(scratch / "model", target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
@@ -125,15 +117,6 @@ def _require_readers(name: str) -> None:
                 f"reading the GGUF file of '{name}' needs the package {module}, which is not installed; run: "
                 "pip install 'contextfold[demo]' (or 'contextfold[gemma]')"
             )
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left behind: up to gigabytes that nobody would ever look for."""
-    now = time.time()
-    for path in folder.glob(".*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process sweeps too
-            if now - path.stat().st_mtime > _STALE:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _convert(name: str, source: Callable[[Path], Path], scratch: Path) -> None:
@@ -189,18 +172,14 @@ def _compact(text: str) -> str:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Rename a complete folder to its final name; if another process was first, leave it alone."""
-    for path in folder.iterdir():
-        # The rename must not reach the disk before the content does.
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
+    """Rename a complete folder to its final name; if another process was first, leave it alone. Raises `OSError`."""
+    flush_all(folder)  # the rename must not reach the disk before the content does
     try:
         os.rename(folder, target)
-    except OSError as error:
+    except OSError:
         if not target.is_dir():
-            raise InputError(
-                f"the converted model cannot be moved to {target} ({one_line(error)}); delete what is there"
-            ) from error
+            raise
+    flush(target.parent)
 
 
 def read_converted(

@@ -2,6 +2,7 @@
 
 ContextfoldError
 ├── InputError            the arguments make no sense (lengths, spans, names, dtypes)
+│   └── NotWritten        a file cannot be written where it was asked for: no room, no folder, read-only
 ├── UnsupportedModel      no anatomy is known for this model, or the known one does not hold on it
 │   └── ProbeFailed       a block was rebuilt from its form and did not give what the layer computed
 ├── NotControllable       the mathematics refuses: an outcome that makes an exact edit impossible
@@ -30,6 +31,7 @@ __all__ = [
     "NoWay",
     "NotControllable",
     "NotExportable",
+    "NotWritten",
     "PatchFileDamaged",
     "PatchFileError",
     "PatchFileForeign",
@@ -47,6 +49,10 @@ class ContextfoldError(Exception):
 
 class InputError(ContextfoldError, ValueError):
     """The arguments make no sense."""
+
+
+class NotWritten(InputError):
+    """A file cannot be written where it was asked for; what was solved for it is kept, and the same command goes on."""
 
 
 class UnsupportedModel(ContextfoldError):

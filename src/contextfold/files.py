@@ -8,12 +8,15 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contextfold.errors import InputError
+from safetensors import SafetensorError
+
+from contextfold.errors import InputError, NotWritten
+from contextfold.scratch import flush, hidden_file, sweep
 
 __all__ = ["Kept", "expanded", "parsed_json", "read_whole", "replacing", "write_json"]
 
@@ -73,16 +76,19 @@ def _constant(name: str) -> None:
 def replacing(path: Path, advice: str) -> Iterator[Path]:
     """A file beside `path` to be written in the `with`; it takes the place of `path` when all went well.
 
-    Raises `InputError` with `advice` when it cannot be written.
+    Also after a power cut the old content is there or the new one: the new one reaches the disk before its name does.
+    Raises `NotWritten` with `advice` when it cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield part
-        os.replace(part, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
-    finally:
-        part.unlink(missing_ok=True)  # gone already when the rename went through
+        sweep(path.parent, path.name)
+        with hidden_file(path) as part:
+            yield part
+            flush(part)
+            os.replace(part, path)
+            flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise NotWritten(f"cannot write {path}: {why}; {advice}") from error
 
 
 COLUMN = re.compile(r'\[\n[^\[\]{}"]*\]')
@@ -122,7 +128,9 @@ class Kept:
         return found if found.pop("digest", None) == _digest(found) else None
 
     def put(self, name: str, key: str, entry: Mapping[str, Any]) -> None:
-        """The file is there whole, or not at all. Raises `InputError` when it cannot be written."""
+        """The file is there whole, or not at all. Raises `NotWritten` when it cannot be written."""
+        with suppress(OSError):  # said below, where it fails again
+            self.folder.mkdir(parents=True, exist_ok=True)  # gone when another process cleared it
         whole = {"key": key, "digest": _digest(entry), **entry}
         write_json(self._path(name, key), whole, "choose another --work")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from contextfold.errors import InputError, PatchFileDamaged, PatchFileForeign, PatchFileNewer, one_line
-from contextfold.files import parsed_json
+from contextfold.files import parsed_json, replacing
 from contextfold.lowrank import LowRank
 from contextfold.patch import BiasEdit, Edit, Header, MatrixEdit, Patch, ScaleEdit, Site
 
@@ -40,10 +39,10 @@ _TENSORS = {"matrix": ("B", "A"), "bias": ("delta",), "scale": ("base", "value")
 
 
 def save(patch: Patch, path: str | os.PathLike[str]) -> Path:
-    """Write `patch` to `path`: the old file or the new one, never half of one.
+    """Write `patch` to `path`: the old file or the new one, never half of one; the same bytes for the same patch.
 
-    Raises `InputError` when the folder does not exist or cannot be written, and when the patch holds what `load` would
-    refuse, such as a NaN.
+    Raises `NotWritten` when the folder does not exist or cannot be written, and `InputError` when the patch holds what
+    `load` would refuse, such as a NaN.
     """
     target = Path(path)
     tensors, sites = packed(patch.edits)
@@ -55,20 +54,9 @@ def save(patch: Patch, path: str | os.PathLike[str]) -> Path:
         "header": json.dumps(asdict(patch.header)),
         "sites": json.dumps(sites),
     }
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        os.close(handle)
-    except (OSError, ValueError) as error:  # the latter for a name that no file can have
-        why = one_line(error.strerror if isinstance(error, OSError) else error)
-        raise InputError(f"cannot write to {target.parent}: {why}; choose another --out") from error
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write {target}: {error}; nothing was changed there") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)  # gone already when the rename went through
+    with replacing(target, "choose another --out") as part:
+        save_file(tensors, part, metadata=metadata)
+        _order(part)
     return target
 
 
@@ -131,10 +119,15 @@ def packed(edits: Mapping[Site, Edit]) -> tuple[dict[str, Tensor], list[dict[str
     return tensors, rows
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _order(file: Path) -> None:
+    """Sort the metadata of a safetensors file: they are written in another order every time, at the same length."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        stream.seek(8)
+        stream.write(text.ljust(size))
 
 
 def _check_format(source: Path, metadata: Mapping[str, str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ from torch import Tensor
 
 from contextfold.anatomy import Bound
 from contextfold.anatomy.sharded import refuse_sharded
-from contextfold.errors import InputError
+from contextfold.errors import NotWritten
+from contextfold.files import replacing
+from contextfold.scratch import sweep
 from contextfold.versions import versions
 
 __all__ = ["Store", "clear", "key_of"]
 
-SOLVED, PART = ".solved", ".solving"
-"""Endings of a file that is there whole, and of one that is being written."""
+SOLVED = ".solved"
+"""Ending of the file of a place."""
+
+ADVICE = "choose another folder"
 
 
 def key_of(bound: Bound, *asked: object) -> str:
@@ -40,29 +44,22 @@ def key_of(bound: Bound, *asked: object) -> str:
 class Store:
     """A folder with one safetensors file per solved place, all made from what `key` is the digest of.
 
-    Raises `InputError` where nothing can be kept.
+    Raises `NotWritten` where nothing can be kept.
     """
 
     folder: Path
     key: str
 
     def __post_init__(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._refused(error.strerror) from error
+        self._make()
 
     def put(self, place: str, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
         """Keep what was solved at `place`: the file is there whole, or not at all."""
-        part = self.folder / f"{place}.{os.getpid()}{PART}"
         found, words = {name: each.contiguous().cpu() for name, each in tensors.items()}, json.dumps(report)
         metadata = {"key": self.key, "report": words, "digest": _digest(found, words)}
-        try:
+        self._make()  # gone when another process, which was asked the same, is done and cleared it
+        with replacing(self.folder / f"{place}{SOLVED}", ADVICE) as part:
             save_file(found, part, metadata=metadata)
-            os.replace(part, self.folder / f"{place}{SOLVED}")
-        except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
-            raise self._refused(str(error)) from error
 
     def get(self, place: str, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """What was solved there under this key; a file of other work is no help, nor is a damaged one."""
@@ -80,8 +77,11 @@ class Store:
             return None
         return parts, json.loads(metadata["report"])
 
-    def _refused(self, why: str | None) -> InputError:
-        return InputError(f"cannot keep work in {self.folder}: {why}; choose another folder")
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotWritten(f"cannot keep work in {self.folder}: {error.strerror}; {ADVICE}") from error
 
 
 def _digest(tensors: Mapping[str, Tensor], report: str) -> str:
@@ -94,9 +94,14 @@ def _digest(tensors: Mapping[str, Tensor], report: str) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Take away what was kept in `folder` and in folders inside it, and each of them if nothing else is in it."""
-    for file in (*folder.rglob(f"*{SOLVED}"), *folder.rglob(f"*{PART}")):
-        file.unlink()
+    """Take away what was kept in `folder` and in folders inside it, and each of them if nothing else is in it.
+
+    As far as that goes: another process may clear it too, or write what it solves there, and the disk may be read-only.
+    """
     for inner in sorted((folder, *(each for each in folder.rglob("*") if each.is_dir())), reverse=True):
-        if inner.is_dir() and not any(inner.iterdir()):
+        sweep(inner, age=0.0)
+        for file in inner.glob(f"*{SOLVED}"):
+            with suppress(OSError):
+                file.unlink()
+        with suppress(OSError):
             inner.rmdir()

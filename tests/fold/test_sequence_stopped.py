@@ -158,7 +158,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import tiny
-from contextfold import store
+from contextfold import files
 from contextfold.fold import fold_sequence
 
 def kill(layer):
@@ -173,7 +173,7 @@ def in_the_middle(source, target):
     replace(source, target)
 
 where, folder = sys.argv[1:]
-store.os.replace = in_the_middle
+files.os.replace = in_the_middle
 fold_sequence(tiny.build("gemma3_text"), tiny.tokens(11), tiny.tokens(24, seed=3), store=Path(folder), progress=kill)
 """
 

@@ -1,6 +1,6 @@
 """The command line: parse, call a door, print. No logic. One file per command.
 
-Exit codes: 0 proven or done, 1 not proven, 2 bad input (one line, nothing written).
+Exit codes: 0 proven or done, 1 not proven, 2 bad input or no room (one line, nothing written), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from contextfold.errors import ContextfoldError, InputError
 __all__ = ["COMMANDS", "app", "main"]
 
 INTERRUPTED = 130
+
+MARGIN = 2**26
+"""Bytes that can be had at once unless memory is short."""
 
 COMMANDS = (inspect, explain, fold, verify, generate, dynamics, ablate, bake, sweep, export, report, reproduce, demo)
 """Every command, in the order of the help."""
@@ -81,13 +84,35 @@ def main() -> None:
     except ContextfoldError as error:
         if debug:
             raise
-        err.quiet = False
-        who = f" on process {processes.rank()}" if processes.count() > 1 else ""
-        err.print(f"[red]error{who}:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise SystemExit(2) from None
+        _fail(str(error))
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer ends so, without a word, when it is interrupted
             err.print("interrupted; the model and all files are as they were", highlight=False)
         elif processes.count() > 1 and end.code != 2:
             processes.leave()
         raise
+    except Exception as error:
+        if debug or not _short_of_memory(error):
+            raise
+        _fail("there is not enough memory; close other programs, or give a smaller model, a shorter text or less to do")
+
+
+def _fail(words: str) -> None:
+    err.quiet = False
+    who = f" on process {processes.rank()}" if processes.count() > 1 else ""
+    err.print(f"[red]error{who}:[/] {escape(words)}", highlight=False, soft_wrap=True)
+    raise SystemExit(2) from None
+
+
+def _short_of_memory(error: BaseException) -> bool:
+    """Whether it came of that. Where memory ends, libraries raise anything: what can be had now tells, too."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, MemoryError) or "allocate memory" in str(found):
+            return True
+        found = found.__cause__ or found.__context__
+    try:
+        bytearray(MARGIN)
+    except MemoryError:
+        return True
+    return False

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from contextfold.errors import ContextfoldError, InputError
+from contextfold.errors import ContextfoldError, InputError, NotWritten
 
 out = Console()
 err = Console(stderr=True)
@@ -134,8 +134,8 @@ def check_page(path: Path | None, option: str) -> None:
 def working(path: Path | None) -> Iterator[Path | None]:
     """A folder beside the patch that is to be written at `path`, for what is solved until it stands.
 
-    It is gone when the work is done or refused, and stays when it was stopped: the same command then goes on. Several
-    processes have none, since they might not find the same places solved.
+    It is gone when the work is done or refused, and stays when it was stopped, by a full disk too: the same command
+    then goes on. Several processes have none, since they might not find the same places solved.
     """
     from contextfold import processes
     from contextfold.store import clear
@@ -143,8 +143,8 @@ def working(path: Path | None) -> Iterator[Path | None]:
     folder = None if path is None or processes.count() > 1 else path.with_name(f".{path.name}.work")
     try:
         yield folder
-    except ContextfoldError:
-        if folder is not None:
+    except ContextfoldError as error:
+        if folder is not None and not isinstance(error, NotWritten):
             clear(folder)
         raise
     if folder is not None:
@@ -212,6 +212,9 @@ def _memory_line(placement: Any) -> str:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A spinner on stderr, where there is somebody to see it."""
+    if not err.is_terminal:
+        yield
+        return
     with err.status(f"{what} …"):
         yield
 
@@ -220,6 +223,6 @@ def waiting(what: str) -> Iterator[None]:
 def steps(what: str, total: int) -> Iterator[Callable[[Any], None]]:
     """A progress bar on stderr, one step per folded token, or per layer."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda step: progress.advance(task)

@@ -11,16 +11,17 @@ import ctypes
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from contextfold.errors import InputError, one_line
+from safetensors import SafetensorError
+
+from contextfold.errors import InputError, NotWritten, one_line
 from contextfold.files import parsed_json, read_whole
+from contextfold.scratch import flush, flush_all, hidden_folder, sweep
 
 __all__ = ["FORMAT", "RECEIPT", "Stage", "check_files", "check_target", "receipt_of", "staged"]
 
@@ -31,9 +32,6 @@ FORMAT = "contextfold-export"
 
 LARGEST = 64 * 2**20
 """Bytes of a receipt, at most; it has a line per edited parameter and per file."""
-
-STALE = 86_400.0
-"""Seconds after which an unfinished sibling is taken for the remains of a killed process."""
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's renameat2(2)."""
@@ -49,14 +47,11 @@ class Stage:
     def publish(self) -> None:
         """Put the folder in its place; what stood there goes.
 
-        Raises `InputError` when it cannot be moved there.
+        Raises `OSError` when it cannot be moved there.
         """
-        _flush(self.path)
-        try:
-            _put(self.path, self._target)
-        except OSError as error:
-            raise InputError(f"cannot write {self._target}: {error.strerror}; nothing was changed there") from error
-        _flush_entry(self._target.parent)
+        flush_all(self.path)
+        _put(self.path, self._target)
+        flush(self._target.parent)
 
 
 def check_target(target: Path) -> None:
@@ -79,19 +74,16 @@ def check_target(target: Path) -> None:
 def staged(target: Path) -> Iterator[Stage]:
     """A hidden sibling of `target` to write into; gone again unless it is published.
 
-    Raises `InputError` for a target that may not be replaced, or cannot be written.
+    Raises `InputError` for a target that may not be replaced, `NotWritten` for one that cannot be written.
     """
     check_target(target)
-    _sweep(target)
     try:
-        path = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
-        path.mkdir()
-    except OSError as error:
-        raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another --out") from error
-    try:
-        yield Stage(path, target)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+        sweep(target.parent, target.name)
+        with hidden_folder(target) as path:
+            yield Stage(path, target)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise NotWritten(f"cannot write {target}: {why}; nothing was changed there") from error
 
 
 def receipt_of(folder: Path) -> dict[str, Any]:
@@ -169,27 +161,3 @@ def _exchange(path: Path, target: Path) -> None:
     os.rename(target, aside)
     os.rename(path, target)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sweep(target: Path) -> None:
-    """Remove what killed writers of the same folder left behind."""
-    now = time.time()
-    for path in target.parent.glob(f".{target.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another writer sweeps too
-            if now - path.stat().st_mtime > STALE:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """The rename must not reach the disk before the content does."""
-    for path in folder.rglob("*"):
-        _flush_entry(path)
-    _flush_entry(folder)
-
-
-def _flush_entry(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
