@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contextfold.anatomy.proof import TOLERANCE
 from contextfold.anatomy.wrapped import in_memory, with_adapters
 from contextfold.errors import ProbeFailed
-from contextfold.lowrank import LowRank, times
+from contextfold.lowrank import PARTS, LowRank, times
 from contextfold.patch import Site
 
 __all__ = [
@@ -117,8 +117,12 @@ class LinearMap:
         return LowRank(self.weight.to(delta.B.dtype) @ delta.B, delta.A)
 
     def norm(self, dtype: torch.dtype) -> float:
-        """Frobenius norm of W, summed in `dtype`."""
-        return float(torch.linalg.vector_norm(self.weight, dtype=dtype))
+        """Frobenius norm of W, summed in `dtype`; part by part where that is wider, since torch widens what it sums."""
+        W = self.weight
+        if W.dtype == dtype:
+            return float(torch.linalg.vector_norm(W))
+        parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in W.chunk(PARTS)]
+        return float(torch.linalg.vector_norm(torch.stack(parts)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,14 +72,21 @@ class Moments:
             lam = penalty(gram, lam0)
             D = torch.cholesky_solve(cross.T, _factor(gram, lam)).T
             energy = D @ cross.T
+            U = _leading(energy, tol)
+            delta = LowRank(U, U.T @ D)
         else:
             s, t = (torch.cat(side).double() for side in zip(*self._rows, strict=True))
             gram = s @ s.T
             lam = penalty(gram, lam0)
             weights = torch.cholesky_solve(t, _factor(gram, lam))
-            D, energy = weights.T @ s, weights.T @ (gram @ t)
+            # D = weightsᵀ s and its energy lie in what the rows of t span: neither (out, in) nor (out, out) is formed.
+            span = torch.linalg.qr(t.T)[0]
+            left = span.T @ weights.T
+            energy = left @ (gram @ (t @ span))
+            U = _leading(energy, tol)
+            delta = LowRank(span @ U, (U.T @ left) @ s)
         explained = float(energy.trace()) / self.total if self.total else 1.0
-        return Ridge(_leading(D, energy, tol), lam, explained)
+        return Ridge(delta, lam, explained)
 
 
 def penalty(gram: Tensor, lam0: float) -> float:
@@ -95,13 +102,13 @@ def _factor(gram: Tensor, lam: float) -> Tensor:
     return factor
 
 
-def _leading(D: Tensor, energy: Tensor, tol: float) -> LowRank:
-    """The projection of `D` on the leading eigenvectors of `energy (out, out)`."""
+def _leading(energy: Tensor, tol: float) -> Tensor:
+    """Leading eigenvectors `(·, r)` of `energy`, the largest first, that leave out at most `tol` of its trace."""
     values, vectors = torch.linalg.eigh((energy + energy.T) / 2)
     values = values.clamp_min(0)
     lost = values.cumsum(0) <= tol * float(values.sum())
-    U = vectors[:, ~lost].flip(1)
-    return LowRank(U, U.T @ D)
+    kept: Tensor = vectors[:, ~lost].flip(1)
+    return kept
 
 
 def left_out(s: Tensor, t: Tensor, groups: Tensor, grid: tuple[float, ...]) -> tuple[float, ...]:
