@@ -257,7 +257,10 @@ class Action(InTurn):
     def _act(
         self, site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
-        match self._edits.get(site):
+        edit = self._edits.get(site)
+        if edit is not None and edit.device != output.device:
+            edit = self._edits[site] = edit.to(output.device)  # from a file, say: factors live with their layer
+        match edit:
             case MatrixEdit(delta):
                 wide = delta.B.dtype
                 x = first_tensor(args, kwargs).to(wide)

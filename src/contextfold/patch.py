@@ -73,6 +73,13 @@ class MatrixEdit:
             return torch.addcmul(stored.to(wide), left, right).to(stored.dtype)
         return torch.addmm(stored.to(wide), left, right).to(stored.dtype)
 
+    @property
+    def device(self) -> torch.device:
+        return self.delta.B.device
+
+    def to(self, device: torch.device) -> MatrixEdit:
+        return MatrixEdit(self.delta.to(self.delta.B.dtype, device))
+
     def write(self, target: Tensor, original: Tensor) -> None:
         """Put the edited `original (out, in)` into `target`, a view of one slice of a stacked parameter."""
         wide = torch.promote_types(original.dtype, self.delta.B.dtype)
@@ -96,6 +103,13 @@ class BiasEdit:
     def merged(self, stored: Tensor, site: Site) -> Tensor:
         return (stored.double() + self.delta.to(stored.device).double()).to(stored.dtype)
 
+    @property
+    def device(self) -> torch.device:
+        return self.delta.device
+
+    def to(self, device: torch.device) -> BiasEdit:
+        return BiasEdit(self.delta.to(device))
+
     def scaled(self, factor: float) -> BiasEdit:
         return BiasEdit(self.delta * factor)
 
@@ -118,6 +132,13 @@ class ScaleEdit:
 
     def merged(self, stored: Tensor, site: Site) -> Tensor:
         return (self.value.to(stored.device).double() - self.offset).to(stored.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    def to(self, device: torch.device) -> ScaleEdit:
+        return ScaleEdit(self.base.to(device), self.value.to(device), self.offset)
 
     def scaled(self, factor: float) -> ScaleEdit:
         """Between without (0) and with (1) the edit, linearly in the scale."""

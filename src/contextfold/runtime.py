@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor, weights_digest
 from contextfold.anatomy import rows as first_rows
-from contextfold.anatomy.block import stored_shape
+from contextfold.anatomy.block import at_home, stored_shape
 from contextfold.anatomy.sharded import whole_input
 from contextfold.anatomy.wrapped import bare, device_of
 from contextfold.errors import InputError, PatchMismatch
@@ -164,7 +164,7 @@ def before(module: nn.Module, listen: Callable[[Tensor], None]) -> torch.utils.h
     """Call `listen` with the tensor that `module` is about to be called on, whole where processes share it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        listen(whole_input(module, first_tensor(args, kwargs)))
+        listen(at_home(module, whole_input(module, first_tensor(args, kwargs))))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

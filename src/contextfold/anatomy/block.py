@@ -27,6 +27,7 @@ __all__ = [
     "OffloadedMap",
     "QuantisedMap",
     "Reading",
+    "at_home",
     "first_output",
     "first_tensor",
     "is_plain",
@@ -46,6 +47,12 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def first_output(output: Any) -> Tensor:
     """The tensor of a module's output: itself, or the first of a tuple."""
     return output if isinstance(output, Tensor) else first_tensor(tuple(output), {})
+
+
+def at_home(module: nn.Module, value: Tensor) -> Tensor:
+    """`value` on the device of `module`: what enters a layer may lie where the layer below gave it."""
+    home = next((p.device for p in module.parameters() if p.device.type != "meta"), value.device)
+    return value if value.device == home else value.to(home)
 
 
 def rows(value: Tensor) -> Tensor:
@@ -245,11 +252,10 @@ class Reading:
         """Call `receive` with the value, without the factor, each time that it passes."""
         count = itertools.count()
 
-        def first_of(value: Tensor) -> None:
-            if next(count) % self.calls == 0:
-                receive(value)
+        def first(value: Tensor) -> None:
+            if self.calls == 1 or next(count) % self.calls == 0:
+                receive(at_home(self.module, value))
 
-        first = receive if self.calls == 1 else first_of
         if self.side == "output":
             return self.module.register_forward_hook(lambda _m, _a, output: first(first_output(output)))
         return self.module.register_forward_pre_hook(

@@ -137,7 +137,7 @@ class _Probe:
         return reading.listen(lambda value: self._keep(name, value))
 
     def _keep(self, name: str, value: Tensor) -> None:
-        self.seen.setdefault(name, []).append(value.detach().clone())
+        self.seen.setdefault(name, []).append(value.detach().to(self.block.anchor.device, copy=True))
 
     def _mark_early(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.early = set(self.seen)
