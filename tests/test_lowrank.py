@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contextfold.lowrank import LowRank, invert_rmsnorm, invert_rmsnorm_rows, min_norm_update, times
+from contextfold.lowrank import LowRank, Metric, invert_rmsnorm, invert_rmsnorm_rows, min_norm_update, times
 
 SEEDS = st.integers(0, 10**6)
 
@@ -185,3 +185,139 @@ def test_rows_are_inverted_together_as_one_by_one(n: int, d: int, seed: int) -> 
     met = invert_rmsnorm_rows(g, m, rho)
     wanted = torch.stack([invert_rmsnorm(row, m, float(r)).y for row, r in zip(g, rho, strict=True)])
     assert torch.allclose(met, wanted, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 1e6])
+def test_the_inversion_knows_no_unit(size: float) -> None:
+    """Wanted branch and scale in other units give the same vector; shorter vectors, in proportion."""
+    g, m = random(4, 7, seed=1), random(7, seed=2)
+    one = invert_rmsnorm_rows(g, m, torch.ones(4))
+    assert torch.allclose(invert_rmsnorm_rows(size * g, size * m, torch.ones(4)), one, rtol=1e-9, atol=0)
+    for row, y in zip(g, one, strict=True):
+        met = invert_rmsnorm(size * row, size * m)
+        assert torch.allclose(met.y, y, rtol=1e-9, atol=0)
+        assert met.mu == pytest.approx(size**2 * invert_rmsnorm(row, m).mu, rel=1e-9, abs=0)
+        shorter = invert_rmsnorm(row, size * m, size**-2)
+        assert torch.allclose(size * shorter.y, y, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("wanted", [1e-3, 1.0, 1e3])
+def test_one_coordinate_is_plus_or_minus_the_length(wanted: float) -> None:
+    for g, m in ((wanted, 0.5), (-wanted, 0.5), (wanted, -0.5), (-wanted, -0.5)):
+        met = invert_rmsnorm(torch.tensor([g]), torch.tensor([m]), 4.0)
+        assert float(met.y) == pytest.approx(2.0 if g * m > 0 else -2.0)
+        assert met.mu == pytest.approx(m * m - abs(g * m) / 2, rel=1e-9)
+
+
+def test_what_nothing_depends_on_keeps_the_sign_of_what_is_wanted() -> None:
+    m = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    g = torch.tensor([-0.3, 0.2, 0.0, 0.5], dtype=torch.float64)
+    met = invert_rmsnorm(g, m)
+    assert met.hard
+    assert met.mu == 0
+    free = ((4 - 0.25) / 3) ** 0.5
+    assert torch.allclose(met.y, torch.tensor([-free, free, free, 0.5], dtype=torch.float64))
+    together = invert_rmsnorm_rows(torch.stack([g, 9 * g]), m, torch.tensor([1.0, 0.25], dtype=torch.float64))
+    assert torch.allclose(together[0], met.y)
+    assert torch.allclose(together[1], invert_rmsnorm(9 * g, m, 0.25).y)
+
+
+def test_dtype_and_device_are_those_of_both_factors() -> None:
+    one = product(3, 2, 4).to(torch.float32)
+    assert (one.B.dtype, one.A.dtype) == (torch.float32, torch.float32)
+    away = product(3, 2, 4).to(torch.bfloat16, torch.device("meta"))
+    assert {(f.device.type, f.dtype) for f in (away.B, away.A)} == {("meta", torch.bfloat16)}
+
+
+def test_factors_must_be_matrices_and_the_message_has_their_shapes() -> None:
+    for B, A in ((random(3, 2), random(2)), (random(3), random(3, 4)), (random(3, 2), random(3, 4))):
+        with pytest.raises(ValueError, match="do not form a product") as refused:
+            LowRank(B, A)
+        assert str(refused.value) == f"B {tuple(B.shape)} and A {tuple(A.shape)} do not form a product"
+
+
+@pytest.mark.parametrize(("out", "width"), [(3, 9), (9, 3), (6, 6)])
+def test_singular_vectors_are_those_of_the_dense_product(out: int, width: int) -> None:
+    one = product(out, 5, width)
+    U, S, Vt = one.svd()
+    k = min(5, out, width)
+    assert (U.shape, S.shape, Vt.shape) == ((out, k), (k,), (k, width))
+    assert torch.allclose(S, torch.linalg.svdvals(one.to_dense())[:k])
+    assert torch.allclose(U.T @ U, torch.eye(k, dtype=torch.float64))
+    assert torch.allclose(Vt @ Vt.T, torch.eye(k, dtype=torch.float64))
+    assert torch.allclose(U * S @ Vt, one.to_dense())
+    empty = product(out, 0, width).svd()
+    assert [tuple(part.shape) for part in empty] == [(out, 0), (0,), (0, width)]
+
+
+def test_norms_and_recompression_in_narrow_dtypes() -> None:
+    one = product(6, 3, 5).to(torch.float32)
+    assert one.norm() == pytest.approx(float(one.to_dense().double().norm()), rel=1e-6)
+    huge = LowRank(1e30 * one.B, 1e30 * one.A)
+    assert huge.norm() == pytest.approx(1e60 * one.norm(), rel=1e-6)  # does not fit into float32
+    assert isinstance(one.norm(), float)
+    # What rounding leaves of a product of rank 3 is no rank.
+    assert (one + 1e-9 * one + product(6, 2, 5).to(torch.float32) * 1e-12).recompress().rank == 3
+    diagonal = LowRank(torch.diag(torch.tensor([4.0, 3.0, 1e-3])), torch.eye(3))
+    assert [diagonal.recompress(tol).rank for tol in (0.0, 1e-4, 3e-4, 0.5, 0.7, 1.0)] == [3, 3, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-2, 0.5])
+def test_with_a_metric_the_edit_is_the_dense_formula(ridge: float) -> None:
+    """`dW = Tᵀ (S K⁻¹ Sᵀ)⁻¹ S K⁻¹`, and no other exact edit does less to typical inputs."""
+    typical = random(60, 7, seed=3) * torch.linspace(0.2, 3, 7)
+    S, T = random(2, 7), random(2, 4, seed=1)
+    K = typical.T @ typical / 60
+    K = K + ridge * K.diagonal().mean() * torch.eye(7)
+    metric = Metric.of(typical, ridge)
+    assert torch.allclose(metric.L @ metric.L.T, K)
+    met = min_norm_update(S, T, metric)
+    inverse = torch.linalg.inv(K)
+    dense = T.T @ torch.linalg.inv(S @ inverse @ S.T) @ S @ inverse
+    assert torch.allclose(met.delta.to_dense(), dense)
+    assert torch.allclose(met.delta(S), T)
+    assert (met.rank, met.residual < 1e-9) == (2, True)
+    white = torch.linalg.solve(torch.linalg.cholesky(K), S.T).T
+    assert met.condition == pytest.approx(float(torch.linalg.cond(white / white.norm(dim=1, keepdim=True))))
+    narrow = Metric.of(typical.float(), ridge)
+    assert narrow.L.dtype is torch.float64
+    assert torch.allclose(Metric.of(typical).L, Metric.of(typical, 1e-2).L, rtol=0, atol=0)
+
+
+def test_the_condition_is_that_of_the_rows_that_are_not_zero() -> None:
+    S, T = random(4, 7), random(4, 3, seed=1)
+    S[1], T[1] = 0, 0
+    met = min_norm_update(S, T)
+    alive = S[[0, 2, 3]]
+    assert met.condition == pytest.approx(float(torch.linalg.cond(alive / alive.norm(dim=1, keepdim=True))))
+    assert met.rank == 3
+    assert torch.allclose(met.delta.to_dense(), T.T @ torch.linalg.pinv(S).T)
+    none = min_norm_update(0 * S, 0 * T)
+    assert (none.rank, none.condition, none.residual) == (0, 1.0, 0.0)
+    assert min_norm_update(S[:0], T[:0]).condition == 1.0
+
+
+@pytest.mark.parametrize(("apart", "rank"), [(1e-14, 1), (1e-9, 2)])
+def test_rows_closer_than_rounding_are_one(apart: float, rank: int) -> None:
+    S = random(1, 9).repeat(2, 1)
+    S[1] += apart * random(9, seed=4)
+    met = min_norm_update(S, random(2, 3, seed=1))
+    assert met.rank == rank
+    assert math.isinf(met.condition) is (rank == 1)
+
+
+def test_the_residual_is_relative() -> None:
+    for size in (1e-6, 1.0, 1e6):
+        twice, want = random(1, 5).repeat(2, 1), size * random(2, 3, seed=1)
+        expected = float((want - want.mean(0)).norm() / want.norm())
+        assert min_norm_update(twice, want).residual == pytest.approx(expected, rel=1e-9)
+
+
+def test_narrow_inputs_are_solved_in_float64() -> None:
+    S, T = random(3, 7).bfloat16(), random(3, 4, seed=1).bfloat16()
+    met = min_norm_update(S, T)
+    assert {met.delta.B.dtype, met.delta.A.dtype} == {torch.float64}
+    assert torch.allclose(met.delta(S.double()), T.double(), rtol=1e-10, atol=1e-12)
+    found = invert_rmsnorm(T[0].float(), S[0, :4].float())
+    assert found.y.dtype is torch.float64
+    assert invert_rmsnorm_rows(T.float(), S[0, :4].float(), torch.ones(3)).dtype is torch.float64

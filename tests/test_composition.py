@@ -1,0 +1,485 @@
+"""The composition rule, stage by stage and way by way: each expectation follows from the rule at the head of `compose`.
+
+`test_calculus.py` tries yes and no on random blocks; here stand the words and numbers that a reader is shown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contextfold.calculus import (
+    ALWAYS,
+    NEVER,
+    Affine,
+    Bias,
+    Capacity,
+    Chain,
+    Demand,
+    ExpertOutputs,
+    Experts,
+    Expression,
+    Given,
+    Kind,
+    Mark,
+    Multiplier,
+    Normalise,
+    Pointwise,
+    Product,
+    Scale,
+    Service,
+    Skip,
+    Stage,
+    Sum,
+    Verdict,
+    answer,
+    definitions,
+    formula,
+    givens,
+    plan,
+)
+from contextfold.calculus.spread import UNBOUNDED, Spread
+from contextfold.errors import InputError, NoWay
+from contextfold.rules import OutputAlone, OutputWeight, choose
+
+MATCH, REACH = Demand.MATCH, Demand.REACH
+NOT_ZERO = "its input is not 0, several are linearly independent"
+ONE_SCALE = "every entry of the vector that the scale multiplies is nonzero where its target is"
+SKIP = "the skip carries the difference on and has no parameter, so another branch must reach any wanted value"
+NOT_EVERY = "not every branch follows the context, so one of them must reach any wanted value"
+BEFORE = "what comes before is out of reach: "
+
+
+def fixed(name: str) -> str:
+    return f"{name} depends on the context and has no parameter here; steer something that reads it"
+
+
+def matrix(name: str, width: int) -> str:
+    return (
+        f"{name} reads {width} numbers, so it steers at most {width} positions; "
+        "fold fewer positions, or ask for least squares"
+    )
+
+
+def shift(name: str) -> str:
+    return (
+        f"the bias of {name} adds the same vector at every position, so several positions are met only if all want the "
+        "same shift; edit a weight, or fold one position"
+    )
+
+
+Entry = tuple[Capacity, Capacity, Verdict, str, str]
+STAGES: dict[str, tuple[Stage, Entry]] = {
+    "given": (Given("a"), (NEVER, NEVER, Verdict.NO, "a is given", fixed("a"))),
+    "given, not changed": (Given("a", changes=False), (ALWAYS, NEVER, Verdict.NO, "a is given", fixed("a"))),
+    "narrow": (
+        Affine("f.up_proj", 3, 5),
+        (Capacity(3, 3, NOT_ZERO), Capacity(3, 3, NOT_ZERO), Verdict.NO,
+         "f.up_proj reaches only 3 of 5 dimensions as it stands", matrix("f.up_proj", 3)),
+    ),
+    "square": (
+        Affine("w", 4, 4),
+        (Capacity(4, 4, NOT_ZERO), Capacity(4, 4, NOT_ZERO), Verdict.ASK, "w has full row rank", matrix("w", 4)),
+    ),
+    "bias": (Bias("w", 4), (Capacity(1, 1), Capacity(1, 1), Verdict.YES, "", shift("w"))),
+    "scale": (
+        Scale("n", 4),
+        (Capacity(1, 1, ONE_SCALE), Capacity(1, 1, ONE_SCALE), Verdict.ASK, "no entry of the scale of n is 0",
+         "the scale of n is one number per coordinate for all positions, so alone it steers one position; edit the "
+         "weight before it as well, or fold one position"),
+    ),
+    "norm": (
+        Normalise(1e-6),
+        (NEVER, NEVER, Verdict.NO, "a normalisation reaches only vectors of one length",
+         "a normalisation has no parameter, and its output has one length whatever goes in; give it a scale, or add an "
+         "output bias after it"),
+    ),
+    "pointwise": (
+        Pointwise("silu"),
+        (NEVER, NEVER, Verdict.NO, "silu is not known to reach every value",
+         "silu has no parameter; steer a map before it to match, or after it to reach"),
+    ),
+    "multiplier": (
+        Multiplier(0.5),
+        (NEVER, NEVER, Verdict.YES, "", "a fixed multiplier has no parameter; steer what it multiplies"),
+    ),
+    "multiplier of 0": (
+        Multiplier(0.0),
+        (NEVER, NEVER, Verdict.NO, "a multiplier of 0 lets nothing through",
+         "a fixed multiplier has no parameter; steer what it multiplies"),
+    ),
+    "experts": (
+        Experts("mlp", 8, 2, 6, 5),
+        (Capacity(6, 6, "its input is not 0; no tie at the border of the selection, lest rounding flips an expert"),
+         NEVER, Verdict.NO, "what experts give is not known to reach every value",
+         "mlp reads 6 numbers, so it matches at most 6 positions; fold fewer"),
+    ),
+    "outputs of experts": (
+        ExpertOutputs("mlp", 2, 5, 6),
+        (NEVER, Capacity(10, 10, "some active expert has a nonzero gate and a nonzero hidden vector"), Verdict.NO,
+         "output maps of experts are not known to reach every value as they stand",
+         "mlp: 2 active experts read 10 numbers and steer as many positions"),
+    ),
+    "skip": (Skip(), (NEVER, NEVER, Verdict.YES, "", SKIP)),
+    "mark": (Mark("h"), (NEVER, NEVER, Verdict.YES, "", "")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_what_a_stage_declares(name: str) -> None:
+    stage, (matches, reaches, verdict, why, stuck) = STAGES[name]
+    assert (stage.steers(MATCH), stage.steers(REACH)) == (matches, reaches)
+    assert (stage.passes().verdict, stage.passes().why) == (verdict, why)
+    assert stage.stuck == stuck
+    assert stage.inside == ()
+
+
+def test_addresses_and_subscripts() -> None:
+    assert Affine("layers.0.mlp.up_proj", 1, 1).address == ("layers.0.mlp.up_proj", "weight")
+    assert Affine("mlp", 1, 1, parameter="w1").address == ("mlp", "w1")
+    assert Bias("mlp", 1).address == ("mlp", "bias")
+    assert Skip().address is None
+    names = ("layers.0.mlp.up_proj", "h.0.c_proj", "dense", "a.b_proj.c")
+    assert [Affine(name, 1, 1).subscript for name in names] == ["up", "c_proj", "dense", "c"]
+
+
+def test_capacities_in_words() -> None:
+    assert [str(c) for c in (NEVER, ALWAYS, Capacity(3, 3), Capacity(0, 4), Capacity(2, 4))] == [
+        "never", "any number", "up to 3", "up to 4 if the data allow", "2 sure, up to 4 if the data allow",
+    ]  # fmt: skip
+    for low, high in ((-1, 2), (3, 2), (0, -1)):
+        with pytest.raises(ValueError, match=f"needs 0 <= sure <= maybe, met {low} and {high}"):
+            Capacity(low, high)
+    both = Capacity(2, 9, "p; q").together(Capacity(3, 5, "q; r"))
+    assert both == Capacity(2, 5, "p; q; r")
+    assert both.asking("s; q") == Capacity(0, 5, "p; q; r; s")
+    assert Capacity(1, 1).asking("p") == Capacity(0, 1, "p")
+
+
+LLAMA = Chain.of(
+    Sum.of(Given("x"), Chain.of(Given("a"), Affine("o_proj", 8, 8))),
+    Mark("v"),
+    Sum.of(
+        Skip(),
+        Chain.of(
+            Normalise(1e-6), Scale("norm", 8), Mark("z"),
+            Product.of(Affine("gate_proj", 8, 16) >> Pointwise("silu"), Affine("up_proj", 8, 16)),
+            Mark("h"), Affine("down_proj", 16, 8),
+        ),
+    ),
+)  # fmt: skip
+V = Given("v")
+POST = V >> (
+    Skip()
+    + Chain.of(
+        Affine("in", 8, 16), Pointwise("gelu"), Mark("h"), Affine("out", 16, 8), Bias("out", 8), Mark("p"),
+        Normalise(1e-6), Mark("u"), Scale("post", 8),
+    )
+)  # fmt: skip
+
+
+def ways(expression: Expression, demand: Demand = MATCH) -> list[tuple[Any, ...]]:
+    """Kind, capacity, and of each step: path, demand, what it reads, what stands beside it, anchor."""
+    found = []
+    for way in answer(expression, demand).ways:
+        assert way.demand is demand
+        steps = tuple((s.path, s.demand.value, s.reads, s.beside, s.anchor) for s in way.steps)
+        for step in way.steps:
+            assert expression.at(step.path) == step.stage
+            assert step.kind is step.stage.kind
+        found.append((way.kind.value, way.capacity, way.before, steps))
+    return found
+
+
+def test_the_ways_of_a_decoder_block() -> None:
+    gated = f"{NOT_ZERO}; no entry of the other factors is 0; down_proj has full row rank"
+    assert ways(LLAMA) == [
+        ("weight", Capacity(8, 16, NOT_ZERO), ((2, 1), 5), (((2, 1, 5), "reach", "h", (), (2,)),)),
+        ("weight", Capacity(0, 8, gated), ((2, 1), 3), (((2, 1, 3, 1), "reach", "z", (), (2,)),)),
+        ("weight", Capacity(8, 8, NOT_ZERO), ((0, 1), 1), (((0, 1, 1), "reach", "a", (), (0,)),)),
+    ]
+
+
+def test_the_ways_through_a_norm() -> None:
+    branch = "the wanted branch is not 0"
+    scale = ((1, 1, 8), "reach", "", (), (1,))
+    assert ways(POST) == [
+        ("weight and scale", Capacity(1, 16, f"{NOT_ZERO}; {branch}"), ((1, 1), 3),
+         (((1, 1, 3), "reach", "h", (), (1,)), scale)),
+        ("bias and scale", Capacity(1, 1, branch), ((1, 1), 4), (((1, 1, 4), "reach", "", (), (1,)), scale)),
+        ("scale", Capacity(1, 1, ONE_SCALE), ((1, 1), 8), (((1, 1, 8), "reach", "u", (), (1,)),)),
+    ]  # fmt: skip
+
+
+def test_a_scale_right_behind_a_norm_at_the_start_stands_alone() -> None:
+    assert [way[0] for way in ways(V >> (Skip() + (Normalise() >> Scale("s", 4))))] == ["scale"]
+    assert [way[0] for way in ways(V >> (Skip() + (Mark("p") >> Normalise() >> Scale("s", 4))))] == ["scale"]
+    assert [way[0] for way in ways(V >> (Skip() + (Affine("w", 4, 4) >> Pointwise("f") >> Scale("s", 4))))] == ["scale"]
+
+
+def test_the_ways_of_a_product() -> None:
+    gate = V >> (Affine("a", 4, 4) * Bias("b", 4))
+    others = "no entry of the other factors is 0"
+    assert ways(gate) == [
+        ("weight", Capacity(0, 4, f"{NOT_ZERO}; {others}"), ((), 1), (((1, 0), "reach", "v", (), (1,)),)),
+        ("mixed", Capacity(1, 1, NOT_ZERO), ((), 1),
+         (((1, 0), "match", "v", (), ()), ((1, 1), "match", "v", (), ()))),
+        ("bias", Capacity(0, 1, others), ((), 1), (((1, 1), "reach", "v", (), (1,)),)),
+    ]  # fmt: skip
+    stuck = V >> (Skip() * Pointwise("tanh"))
+    with pytest.raises(NoWay, match="not every factor follows the context, so one of them must reach"):
+        plan(stuck)
+
+
+def test_the_ways_of_a_sum_whose_branches_all_match() -> None:
+    both = V >> ((Affine("a", 4, 4) >> Bias("a", 4)) + Bias("b", 4))
+    assert ways(both) == [
+        ("weight", Capacity(4, 4, NOT_ZERO), ((1, 0), 0), (((1, 0, 0), "reach", "v", (), (1,)),)),
+        ("mixed", Capacity(1, 1, NOT_ZERO), ((), 1),
+         (((1, 0, 0), "match", "v", (), ()), ((1, 1), "match", "v", (), ()))),
+        ("bias", Capacity(1, 1), ((), 1), (((1, 0, 1), "match", "", (), ()), ((1, 1), "match", "v", (), ()))),
+        ("bias", Capacity(1, 1), ((1, 0), 1), (((1, 0, 1), "reach", "", (), (1,)),)),
+        ("bias", Capacity(1, 1), ((), 1), (((1, 1), "reach", "v", (), (1,)),)),
+    ]  # fmt: skip
+
+
+def test_branches_that_follow_need_no_step() -> None:
+    (way,) = answer(Sum.of(Given("a", changes=False), Given("b", changes=False)), MATCH).ways
+    assert (way.demand, way.kind, way.steps, way.capacity, way.before) == (MATCH, Kind.MIXED, (), ALWAYS, None)
+    assert not way.reaches
+
+
+def test_a_parallel_branch_takes_up_what_contextual_layers_gave_beside_it() -> None:
+    attention = Given("a", after=True) >> Affine("o", 4, 4)
+    mlp = Given("z") >> Affine("up", 4, 9) >> Pointwise("relu") >> Affine("down", 9, 4)
+    assert ways(Sum.of(Given("x"), attention, mlp)) == [
+        ("weight", Capacity(4, 4, NOT_ZERO), ((1,), 1), (((1, 1), "reach", "a", (), ()),)),
+        ("weight", Capacity(4, 9, NOT_ZERO), ((2,), 3), (((2, 3), "reach", "", ("a",), ()),)),
+    ]
+
+
+def test_the_earliest_part_that_matches_comes_first() -> None:
+    assert ways(V >> Affine("w", 4, 2) >> Affine("u", 2, 4)) == [
+        ("weight", Capacity(4, 4, NOT_ZERO), ((), 1), (((1,), "match", "v", (), ()),)),
+        ("weight", Capacity(2, 2, NOT_ZERO), ((), 2), (((2,), "match", "", (), ()),)),
+    ]
+    untouched = Given("x", changes=False) >> Affine("w", 4, 4)
+    assert [way[0] for way in ways(untouched)] == ["mixed", "weight"]
+
+
+def test_a_bottleneck_limits_what_a_later_weight_steers() -> None:
+    assert ways(V >> (Skip() + (Affine("w", 4, 2) >> Affine("u", 2, 4)))) == [
+        ("weight", Capacity(2, 2, NOT_ZERO), ((1, 1), 1), (((1, 1, 1), "reach", "", (), (1,)),))
+    ]
+
+
+def test_experts_match_inside_and_reach_outside() -> None:
+    mixture = V >> (Skip() + Chain.of(Mark("z"), Experts("mlp", 8, 2, 6, 5), Mark("h"), ExpertOutputs("mlp", 2, 5, 6)))
+    chosen = plan(mixture)
+    assert chosen.outer is not None
+    assert chosen.inner is not None
+    assert chosen.outer.capacity == Capacity(6, 10, "some active expert has a nonzero gate and a nonzero hidden vector")
+    assert [(step.path, step.reads) for step in chosen.outer.steps] == [((1, 1, 3), "h")]
+    (inner,) = chosen.inner.steps
+    assert (inner.path, inner.demand, inner.reads, inner.anchor) == ((1, 1, 1), MATCH, "z", (1, 1))
+
+
+REFUSED: dict[str, tuple[Expression, int, list[str]]] = {
+    "too many positions": (
+        LLAMA, 17,
+        [f"- {NOT_EVERY}",
+         f"  - {fixed('x')}", f"  - {matrix('o_proj', 8)}", f"  - {fixed('a')}", f"  - {BEFORE}a is given",
+         f"- {NOT_EVERY}", f"  - {SKIP}", f"  - {matrix('down_proj', 16)}",
+         "  - silu has no parameter; steer a map before it to match, or after it to reach",
+         f"  - {BEFORE}silu is not known to reach every value", f"  - {matrix('up_proj', 8)}",
+         f"  - {BEFORE}a wanted output is not traced back through branches side by side"],
+    ),
+    "mixed later": (
+        V >> Affine("w", 4, 4) >> Sum.of(Skip(), Given("late")), 1,
+        [f"- {fixed('v')}", "- what matches here is mixed with late later, which does not", f"- {matrix('w', 4)}",
+         f"- {NOT_EVERY}", f"  - {SKIP}", f"  - {fixed('late')}"],
+    ),
+    "a zero": (
+        V >> (Skip() + Chain.of(Multiplier(0.0), Affine("w", 4, 4))), 1,
+        [f"- {fixed('v')}", f"- {NOT_EVERY}", f"  - {SKIP}",
+         "  - a fixed multiplier has no parameter; steer what it multiplies",
+         "  - a weight reads a vector that is always 0; edit a bias, or another site",
+         f"  - {BEFORE}a multiplier of 0 lets nothing through"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_gives_its_chain_of_reasons(name: str) -> None:
+    expression, positions, lines = REFUSED[name]
+    with pytest.raises(NoWay) as refused:
+        plan(expression, positions)
+    noun = "position" if positions == 1 else "positions"
+    assert refused.value.asked == f"{formula(expression)} cannot absorb a context at {positions} {noun}"
+    assert list(refused.value.reasons) == lines
+
+
+def test_a_refusal_of_a_rule_says_what_is_possible() -> None:
+    asked = [Service(REACH, Kind.BIAS), Service(REACH, Kind.EXPERTS, shared=True)]
+    with pytest.raises(NoWay) as refused:
+        plan(LLAMA, 1, asked)
+    first = "- asked for reach by bias, reach by experts, one of them always active; possible here: weight"
+    assert refused.value.reasons[0] == first
+    with pytest.raises(NoWay) as refused:
+        plan(LLAMA, 17, [Service(REACH, Kind.WEIGHT)])
+    assert refused.value.reasons[0] == "- asked for reach by weight; possible here: nothing"
+    with pytest.raises(NoWay) as refused:
+        plan(POST, 1, [Service(REACH, Kind.WEIGHT)])
+    assert refused.value.reasons[0].endswith("possible here: bias and scale, scale, weight and scale")
+
+
+def test_the_plan_lists_what_else_was_possible() -> None:
+    chosen = plan(LLAMA)
+    assert [way.steps[0].path for way in chosen.outer_ways] == [(2, 1, 5), (2, 1, 3, 1), (0, 1, 1)]
+    assert [(way.kind, [step.path for step in way.steps]) for way in chosen.inner_ways] == [
+        (Kind.WEIGHT, [(2, 1, 3, 0, 0), (2, 1, 3, 1)]),
+        (Kind.SCALE, [(2, 1, 1)]),
+    ]
+    assert chosen.inner is not None
+    assert all(step.anchor == (2, 1) for way in chosen.inner_ways for step in way.steps)
+    assert all(way.before is None for way in chosen.inner_ways)
+    assert (chosen.decisive, chosen.positions, chosen.expression) == (chosen.outer, 1, LLAMA)
+    assert chosen.without_inner().inner is None
+    assert chosen.without_inner().outer == chosen.outer
+    assert [way.steps[0].path for way in plan(LLAMA, 9).outer_ways] == [(2, 1, 5)]
+    assert plan(LLAMA, 9).inner_ways == ()
+    assert plan(LLAMA, 2).inner_ways == chosen.inner_ways[:1]
+
+
+def test_a_plan_without_a_skip_has_no_outer_way() -> None:
+    expression = V >> Normalise() >> Scale("s", 4) >> Affine("w", 4, 4)
+    chosen = plan(expression)
+    assert chosen.outer is None
+    assert chosen.decisive is chosen.inner
+    assert chosen.without_inner() is chosen
+    assert [way.kind for way in chosen.inner_ways] == [Kind.WEIGHT, Kind.SCALE]
+    assert [way.kind for way in plan(expression, 2).inner_ways] == [Kind.WEIGHT]
+    with pytest.raises(ValueError, match="at least one position, met 0"):
+        plan(expression, 0)
+
+
+def test_an_inner_way_that_is_not_needed_is_left_out() -> None:
+    untouched = Given("x", changes=False) >> Affine("w", 4, 4) >> Mark("h") >> Affine("out", 4, 4)
+    chosen = plan(Sum.of(Given("a", after=True), untouched))
+    assert (chosen.inner, chosen.inner_ways) == (None, ())
+
+
+def test_services_cover_what_they_say() -> None:
+    outer, _, attention = answer(LLAMA, MATCH).ways
+    assert Service(REACH, Kind.WEIGHT).covers(outer)
+    assert not Service(MATCH, Kind.WEIGHT).covers(outer)
+    assert not Service(REACH, Kind.BIAS).covers(outer)
+    assert Service(REACH, Kind.WEIGHT, reads="a").covers(attention)
+    assert not Service(REACH, Kind.WEIGHT, reads="a").covers(outer)
+    assert not Service(REACH, Kind.WEIGHT, beside=True).covers(outer)
+    assert not Service(REACH, Kind.WEIGHT, shared=True).covers(outer)
+    for shared in (True, False):
+        branch = Chain.of(Experts("m", 8, 2, 6, 5), Mark("h"), ExpertOutputs("m", 2, 5, 6, shared=shared))
+        (way,) = answer(V >> (Skip() + branch), MATCH).ways
+        assert Service(REACH, Kind.EXPERTS, shared=True).covers(way) is shared
+    nothing = answer(Given("x", changes=False), MATCH).ways[0]
+    assert not Service(MATCH, Kind.MIXED).covers(nothing)
+
+
+def test_rules_that_leave_the_inner_function_alone() -> None:
+    alone = choose(LLAMA, names=["output weight alone"])
+    assert (alone.inner, alone.outer, alone.reference) == ((), (OutputAlone,), None)
+    assert choose(LLAMA, names=["output weight"]).outer == (OutputWeight,)
+    through = choose(POST, names=["floored"])
+    assert through.reference is not None
+    assert through.reference.name == "floored"
+    assert through.names == ("input weight", "output weight through a norm: floored")
+    assert choose(POST).names == ("input weight", "output weight through a norm: balanced")
+    assert choose(POST, names=["output bias through a norm", "flat"]).names[-1] == "output bias through a norm: flat"
+    assert choose(LLAMA, names=["floored"]).reference is None
+    with pytest.raises(InputError) as refused:
+        choose(POST, names=["bent"])
+    assert str(refused.value).startswith("rule 'bent' is unknown; choose one of input weight, input bias, input scale")
+    assert str(refused.value).endswith("balanced, floored, theorem, appendix, scalar, flat")
+    inner = Affine("a", 4, 4) + Bias("b", 4)
+    mixed = choose(V >> (Skip() + (inner >> Pointwise("f") >> Affine("out", 4, 4))))
+    assert mixed.names == ("input weight", "input bias", "output weight")
+
+
+def test_how_many_independent_vectors_stand_behind_a_stage() -> None:
+    two = Spread(2, 3)
+    wide = UNBOUNDED.maybe
+    assert [two.behind(stage) for stage in (
+        Given("x"), Affine("w", 9, 1), Affine("w", 1, 9), Affine("w", 9, 9), Bias("b", 4), Multiplier(2.0),
+        Multiplier(0.0), Experts("m", 8, 2, 1, 5), Experts("m", 8, 2, 6, 5), Pointwise("f"),
+        ExpertOutputs("m", 2, 5, 6), Normalise(), Scale("s", 4), Skip(), Mark("h"),
+    )] == [
+        UNBOUNDED, Spread(1, 1), Spread(1, 1), two, Spread(2, 4), two,
+        Spread(0, 0), Spread(1, wide), Spread(2, wide), Spread(2, wide),
+        Spread(2, wide), two, two, two, two,
+    ]  # fmt: skip
+    assert Spread(0, 0).behind(Bias("b", 4)) == Spread(1, 1)
+    narrow = Affine("w", 9, 1) >> Affine("u", 1, 9)
+    assert two.through(narrow) == Spread(1, 1)
+    assert two.behind(Sum.of(narrow, Skip())) == Spread(2, wide)
+    assert two.behind(Product.of(narrow, narrow)) == Spread(1, wide)
+    assert (UNBOUNDED.sure, UNBOUNDED.maybe) == (2**31 - 1, 2**31 - 1)
+
+
+def test_formulas_in_the_letters_of_the_sheet() -> None:
+    assert definitions(LLAMA) == (
+        ("y", "v + W_down h"),
+        ("h", "silu(W_gate z) ⊙ W_up z"),
+        ("z", "m_norm ⊙ Norm(v)"),
+        ("v", "x + W_o a"),
+    )
+    assert formula(POST) == "y = v + m_post ⊙ u; u = Norm(p); p = W_out h + b_out; h = gelu(W_in v)"
+    tail = [
+        (Normalise(centred=True), "LayerNorm(x)"),
+        (Multiplier(0.25), "0.25 · x"),
+        (Multiplier(float("nan")), "alpha · x"),
+        (Experts("m", 8, 2, 6, 5), "experts(x), 2 of 8"),
+        (Experts("m", 8, 2, 6, 5, shared=True), "experts(x), 2 of 8 and a shared one"),
+        (Mark("h") >> ExpertOutputs("m", 2, 5, 6), "Σ_e s_e W_out,e h_e; h = x"),
+        (Bias("m", 4) >> Affine("w", 4, 4), "W_w (x + b_m)"),
+        (Bias("m", 4) >> Scale("s", 4), "m_s ⊙ (x + b_m)"),
+        (Bias("m", 4) >> Multiplier(2.0), "2 · (x + b_m)"),
+        (Bias("m", 4) * Affine("w", 4, 4), "(x + b_m) ⊙ W_w x"),
+        (Multiplier(2.0) >> Affine("w", 4, 4), "W_w (2 · x)"),
+        (Scale("s", 4) >> Affine("w", 4, 4), "W_w (m_s ⊙ x)"),
+        (Bias("m", 4) >> Pointwise("f") >> Affine("w", 4, 4), "W_w f(x + b_m)"),
+        (Pointwise("f") >> Bias("m", 4) >> Affine("w", 4, 4), "W_w (f(x) + b_m)"),
+        (Scale("s", 4) >> Scale("t", 4), "m_t ⊙ m_s ⊙ x"),
+        (Mark("x") >> Skip(), "x"),
+        (Mark("p") >> Bias("b", 4) >> Mark("p"), "p; p = x"),
+    ]
+    assert [formula(part) for part, _ in tail] == [f"y = {text}" for _, text in tail]
+
+
+def test_what_is_no_expression_is_refused_by_its_name() -> None:
+    class Odd(Expression):
+        inside = ()
+
+    for refuse in (lambda: answer(Odd(), MATCH), lambda: formula(Odd())):
+        with pytest.raises(TypeError, match="Odd is no expression of stages"):
+            refuse()
+
+
+def test_given_values_are_listed_once_and_parts_are_found_by_their_path() -> None:
+    a, b = Given("a"), Given("b", module="m", after=True)
+    expression = Sum.of(a, b >> Skip(), a >> Affine("w", 2, 2))
+    assert givens(expression) == (a, b)
+    assert expression.at(()) is expression
+    assert expression.at((2, 1)) == Affine("w", 2, 2)
+    assert (Skip() + (Bias("b", 1) + Skip())).inside == (Skip(), Bias("b", 1), Skip())
+    assert (Skip() * (Bias("b", 1) * Skip())).inside == (Skip(), Bias("b", 1), Skip())
+
+
+def test_the_verdict_of_an_answer_is_its_best() -> None:
+    found = answer(LLAMA, MATCH)
+    assert [found.at(n) for n in (1, 8, 9, 16, 17)] == [
+        Verdict.YES, Verdict.YES, Verdict.ASK, Verdict.ASK, Verdict.NO,
+    ]  # fmt: skip
+    assert answer(V, REACH).at(1) is Verdict.NO
+    assert answer(Given("x", changes=False), MATCH).at(10**9) is Verdict.YES
