@@ -98,13 +98,15 @@ SAMPLE = 16
 
 def _state_sample(model: nn.Module) -> str:
     parts = [adapter_state(model), lent_state(model)]
-    values: list[float] = []
+    samples: dict[torch.device, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         p = held(parameter)
         parts.append(f"{name}|{p.data_ptr()}|{p._version}")
         for part in _parts(p.detach()) if p.device.type != "meta" else ():
             flat = part.reshape(-1)
-            values += flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float32).tolist()
+            sample = flat[:: max(1, flat.numel() // SAMPLE)].to(torch.float32)
+            samples.setdefault(sample.device, []).append(sample)
+    values = [torch.cat(found).tolist() for found in samples.values()]  # waits once per device
     return "".join(agree(model, hashlib.sha256(f"{parts}{values}".encode()).hexdigest()))
 
 
