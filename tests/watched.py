@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ __all__ = ["Broken", "Watch", "kept"]
 RUNS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect")
 """Events of the interpreter that run code or reach for the network."""
 
+CHANGES = ("os.rename", "os.mkdir", "os.link", "os.symlink", "os.remove", "os.rmdir")
+"""Events that change a folder; the last argument is the open folder that a name is relative to, or -1."""
+
 DEADLINE = 20
 """Seconds; every door here takes milliseconds on what is well-formed."""
 
@@ -33,21 +37,23 @@ class Broken(AssertionError):
 
 @dataclass
 class Watch:
-    """Listens to the interpreter while `on`."""
+    """Listens to the interpreter while `on`, on one thread: those of earlier tests may still be at work."""
 
     on: bool = False
+    thread: int = 0
     ran: list[str] = field(default_factory=list)
     wrote: list[str] = field(default_factory=list)
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self.on:
+        if not self.on or threading.get_ident() != self.thread:
             return
         if event in RUNS:
             self.ran.append(f"{event} {args!r:.200}")
         elif event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self.wrote.append(str(args[0]))
-        elif event in ("os.rename", "os.mkdir", "os.link", "os.symlink", "os.remove", "os.rmdir"):
-            self.wrote += [str(arg) for arg in args[:2] if isinstance(arg, (str, bytes, Path))]
+        elif event in CHANGES and args[-1] == -1:
+            # Relative to an open folder otherwise, which was a path when it was opened.
+            self.wrote += [os.fsdecode(arg) for arg in args[:2] if isinstance(arg, (str, bytes, Path))]
 
 
 _watch = Watch()
@@ -82,7 +88,7 @@ def kept(
         tracemalloc.start()
     try:
         with _deadline(deadline):
-            _watch.on = True
+            _watch.on, _watch.thread = True, threading.get_ident()
             try:
                 door()
                 ended = "taken"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from contextfold.errors import InputError, NotWritten
 from contextfold.scratch import flush, hidden_file, sweep
 
-__all__ = ["Kept", "expanded", "parsed_json", "read_whole", "replacing", "write_json"]
+__all__ = ["Kept", "expanded", "parsed_json", "plain", "read_whole", "replacing", "write_json"]
 
 CHUNK = 2**20
 """Bytes read at once."""
@@ -41,6 +42,15 @@ def read_whole(path: Path, limit: int) -> bytes:
     if size > limit:
         raise InputError(f"{path} has more than {limit} bytes, the most that is read here; give a smaller file")
     return b"".join(parts)
+
+
+def plain(found: Any) -> Any:
+    """Plain data as JSON can hold it: null for a number that is infinite or none."""
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    if isinstance(found, Mapping):
+        return {name: plain(value) for name, value in found.items()}
+    return [plain(value) for value in found] if isinstance(found, list | tuple) else found
 
 
 def expanded(name: str) -> Path:
@@ -96,8 +106,11 @@ COLUMN = re.compile(r'\[\n[^\[\]{}"]*\]')
 
 
 def write_json(path: Path, payload: Mapping[str, Any], advice: str = "choose another place") -> None:
-    """JSON that a person can read: columns of numbers stay on one line each. Raises as `replacing` does."""
-    text = json.dumps(payload, indent=1, ensure_ascii=False, allow_nan=False)
+    """JSON that a person can read: columns of numbers stay on one line each; null for what is no finite number.
+
+    Raises as `replacing` does.
+    """
+    text = json.dumps(plain(payload), indent=1, ensure_ascii=False, allow_nan=False)
     with replacing(path, advice) as part:
         part.write_text(COLUMN.sub(lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n", encoding="utf-8")
 
@@ -131,8 +144,8 @@ class Kept:
         """The file is there whole, or not at all. Raises `NotWritten` when it cannot be written."""
         with suppress(OSError):  # said below, where it fails again
             self.folder.mkdir(parents=True, exist_ok=True)  # gone when another process cleared it
-        whole = {"key": key, "digest": _digest(entry), **entry}
-        write_json(self._path(name, key), whole, "choose another --work")
+        found = plain(entry)
+        write_json(self._path(name, key), {"key": key, "digest": _digest(found), **found}, "choose another --work")
 
     def _path(self, name: str, key: str) -> Path:
         return self.folder / f"{name}-{key[:16]}.json"

@@ -14,10 +14,10 @@ from contextfold.bake.joint import Joint, OuterJoint
 from contextfold.bake.lockstep import Lane, Lockstep, Stop
 from contextfold.bake.moments import Moments, left_out
 from contextfold.bake.prefix import Prefix, padded
-from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import factor_dtype
 from contextfold.rules import refit_scale
+from contextfold.rules.base import finite, refuse_if
 
 __all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve", "visited"]
 
@@ -134,9 +134,11 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
             stops.clear()
 
 
-def _guard(stops: Stops) -> Tensor:
+def _guard(joint: Joint, stops: Stops) -> Tensor:
     """An orthonormal basis `(k, in)` of what the kept tokens put in, float64."""
-    _, sizes, Vt = torch.linalg.svd(stops[0][1].guard.double(), full_matrices=False)
+    guard = stops[0][1].guard.double()
+    finite(joint.name, guard=guard)
+    _, sizes, Vt = torch.linalg.svd(guard, full_matrices=False)
     basis: Tensor = Vt[sizes > 1e-6 * sizes[0]]
     return basis
 
@@ -146,7 +148,7 @@ def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
 
     `groups (n,)`: to which question each row belongs.
     """
-    moments = Moments(joint.shape[1], joint.shape[0], _guard(stops))
+    moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops))
     sides = [joint.wanted(full, reduced) for full, reduced in stops]
     s, t = (torch.cat(side) for side in zip(*sides, strict=True))
     errors = left_out(moments.unguarded(s), t, groups, GRID)
@@ -155,21 +157,27 @@ def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
 
 
 def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) -> BakedSite:
-    moments = Moments(joint.shape[1], joint.shape[0], _guard(stops))
+    moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops))
     for full, reduced in stops:
         s, t = joint.wanted(full, reduced)
-        if not bool(torch.isfinite(t.sum())):
-            raise NotControllable(
-                [Finding(Outcome.NOT_FINITE, joint.name, "entries", float((~torch.isfinite(t)).sum()))]
-            )
+        finite(joint.name, s=s, t=t)
         moments.add(s, t)
+    finite(joint.name, **moments.sums())
     ridge = moments.solve(lam0, tol)
-    joint.delta = ridge.delta.to(factor_dtype(stops[0][1].source.dtype))
+    kept = ridge.delta.to(factor_dtype(stops[0][1].source.dtype))
+    _fits(joint.name, kept.B, kept.A)
+    joint.delta = kept
     if isinstance(joint, OuterJoint) and joint.norm is not None:
         joint.scale = _scale(joint, stops)
+        _fits(joint.name, joint.scale.to(kept.B.dtype))
     size = joint.linear.norm(torch.float64) if isinstance(joint, OuterJoint) else joint.shape[0] ** 0.5
-    ratio = ridge.delta.norm() / size
+    ratio = ridge.delta.norm() / size if size else float("inf")
     return BakedSite(joint.layer, joint.role, ridge.delta.rank, lam0, ridge.explained, error, ratio)
+
+
+def _fits(where: str, *parts: Tensor) -> None:
+    bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
+    refuse_if(bad > 0, Finding(Outcome.OVERFLOW, where, f"entries beyond {parts[0].dtype}", bad, 0))
 
 
 def _scale(joint: OuterJoint, stops: Stops) -> Tensor:

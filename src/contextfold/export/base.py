@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from contextfold.anatomy import Bound
+from contextfold.files import plain
 from contextfold.patch import Patch
 from contextfold.runtime import Run
 
@@ -92,7 +93,7 @@ class Proof:
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
-        return {
+        found = {
             "target": self.target,
             "loader": self.loader,
             "proven": self.proven,
@@ -109,6 +110,7 @@ class Proof:
             "cut_gap": self.cut_gap,
             "remarks": list(self.remarks),
         }
+        return {name: plain(value) for name, value in found.items()}
 
 
 class Exporter(ABC):

@@ -63,7 +63,7 @@ def judge(where: str, sources: Tensor, changes: Tensor, solution: Solution) -> S
     dead = (sources.double().norm(dim=1) == 0) & (changes.double().norm(dim=1) > 0)
     refuse_if(bool(dead.any()), Finding(Outcome.ZERO_SOURCE, where, "rows that read a zero vector", int(dead.sum()), 0))
     refuse_if(
-        solution.residual > RESIDUAL,
+        not solution.residual <= RESIDUAL,
         Finding(Outcome.INCONSISTENT, where, "relative residual", solution.residual, RESIDUAL),
     )
     if solution.condition > NEAR_SINGULAR:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from contextfold.files import plain
 from contextfold.notebook import card, short
 from contextfold.stepwise.proof import Proof
 from contextfold.stepwise.token import Token
@@ -96,7 +97,7 @@ class Summary:
         """Stable keys; documented in `docs/json.md`."""
         proofs = self.proofs
         worst = max(proofs, key=lambda proof: proof.worst_layer.relative_error) if proofs else None
-        return {
+        found = {
             "holds": self.holds,
             "verdict": self.sentence(),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -113,6 +114,7 @@ class Summary:
             "mismatches": [_mismatch(token) for token in self.tokens if not token.match],
             "steps": [_step(token) for token in self.tokens],
         }
+        return {name: plain(value) for name, value in found.items()}
 
 
 def _layer(proof: Proof) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def wrong_contexts(context: Tensor, keep: Spans, vocabulary: int, other: Tensor 
 
 
 def random_like(patch: Patch) -> Patch:
-    """A random patch with the same sites, ranks and norms."""
+    """A random patch with the same sites, ranks and norms; an edit that changes nothing stays one."""
     generator = torch.Generator().manual_seed(SEED)
     return replace(patch, edits={site: _random(edit, generator) for site, edit in patch.edits.items()})
 
@@ -80,16 +80,19 @@ def _random(edit: Edit, generator: torch.Generator) -> Edit:
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
 
+    size = edit.size()
+    if size == 0:
+        return edit
     match edit:
         case MatrixEdit(delta):
             drawn = LowRank(noise(delta.B), noise(delta.A))
-            return MatrixEdit(drawn * (delta.norm() / drawn.norm()))
+            return MatrixEdit(drawn * (size / drawn.norm()))
         case BiasEdit(delta):
             step = noise(delta)
-            return BiasEdit(step * float(delta.norm() / step.norm()))
+            return BiasEdit(step * (size / float(step.norm())))
         case ScaleEdit(base, value, offset):
             step = noise(value)
-            return ScaleEdit(base, base + step * float((value - base).norm() / step.norm()), offset)
+            return ScaleEdit(base, base + step * (size / float(step.norm())), offset)
 
 
 def negative_controls(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from contextfold.anatomy import Bound
 from contextfold.bake import Baked, Example, Frame, answered
 from contextfold.errors import InputError
+from contextfold.files import plain
 from contextfold.notebook import card, short
 from contextfold.patch import Patch
 from contextfold.runtime import Run, materialised, run
@@ -193,7 +194,7 @@ class ReusableVerdict:
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
         u = self.unpatched.mean
-        return {
+        found = {
             "model": self.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "estimator": self.method,
@@ -217,6 +218,7 @@ class ReusableVerdict:
             "remarks": list(self.remarks),
             "receipt": dict(self.receipt),
         }
+        return {name: plain(value) for name, value in found.items()}
 
     def _question_rows(self) -> list[dict[str, Any]]:
         rows = zip(self.spoken, self.unpatched.kl_nats, self.patched.patched.kl_nats, strict=True)

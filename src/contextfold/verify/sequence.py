@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Bound, bind
+from contextfold.files import plain
 from contextfold.fold import FoldedSequence, PatchSites, SequenceLayer, fold_sequence, sites_of, split
 from contextfold.notebook import card, short
 from contextfold.patch import Patch
@@ -119,7 +120,7 @@ class SequenceVerdict:
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
-        return {
+        found = {
             "model": self.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "protocol": self.protocol,
@@ -147,6 +148,7 @@ class SequenceVerdict:
             "patch_bytes": self.patch_bytes,
             "receipt": dict(self.receipt),
         }
+        return {name: plain(value) for name, value in found.items()}
 
     def _position_rows(self) -> list[dict[str, Any]]:
         rows = zip(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from contextfold.files import plain
 from contextfold.magnitudes import EDGES
 from contextfold.notebook import card, short
 from contextfold.verify.metrics import Comparison
@@ -123,7 +124,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
-        return {
+        found = {
             "model": self.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "rule": self.rule,
@@ -155,6 +156,7 @@ class Verdict:
             "patch_bytes": max(step.patch_bytes for step in self.steps),
             "receipt": dict(self.receipt),
         }
+        return {name: plain(value) for name, value in found.items()}
 
     def mismatches(self) -> list[dict[str, float]]:
         """Every top-1 disagreement of the written patch, with the margin that it overcame."""
