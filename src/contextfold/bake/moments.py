@@ -60,6 +60,10 @@ class Moments:
         self._sums = gram, cross
         self._rows.clear()
 
+    def sums(self) -> dict[str, Tensor]:
+        """What was summed so far, by name: products of what is finite need not be."""
+        return {} if self._sums is None else {"s s": self._sums[0], "t s": self._sums[1]}
+
     def solve(self, lam0: float, tol: float = 0.0) -> Ridge:
         """`D = T Sᵀ (S Sᵀ + lam I)⁻¹`, `lam = lam0 ‖S Sᵀ‖_F² / tr(S Sᵀ)` (equation sheet, section 6), in float64.
 
@@ -92,7 +96,8 @@ class Moments:
 def penalty(gram: Tensor, lam0: float) -> float:
     """`lam0 ‖K‖_F² / tr(K)`: lam0 in units of a weighted mean of the eigenvalues; the same for `S Sᵀ` and `Sᵀ S`."""
     trace = float(gram.trace())
-    return lam0 * float(gram.square().sum()) / trace if trace else 1.0
+    # Relative to the trace first: squares of what is very small or large leave the range of float64.
+    return lam0 * float((gram / trace).square().sum()) * trace if trace else 1.0
 
 
 def _factor(gram: Tensor, lam: float) -> Tensor:
@@ -119,6 +124,9 @@ def left_out(s: Tensor, t: Tensor, groups: Tensor, grid: tuple[float, ...]) -> t
     regression. Rows `s (n, in)`, `t (n, out)`, `groups (n,)`. The penalty is that of all rows.
     """
     s, t = s.double(), t.double()
+    total = float(t.square().sum())
+    if total == 0:  # nothing is wanted, so nothing is missed
+        return (0.0,) * len(grid)
     gram = s.T @ s
     values, Q = torch.linalg.eigh(gram)
     values, Z = values.clamp_min(0), s @ Q
@@ -133,5 +141,5 @@ def left_out(s: Tensor, t: Tensor, groups: Tensor, grid: tuple[float, ...]) -> t
             M = (Z[rows] * shrink) @ Z[rows].T
             own = torch.eye(M.shape[0], dtype=M.dtype, device=M.device) - M
             missed += float(torch.linalg.solve(own, rest[rows]).square().sum())
-        errors.append(missed / float(t.square().sum()))
+        errors.append(missed / total)
     return tuple(errors)
