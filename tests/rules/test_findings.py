@@ -91,6 +91,9 @@ def test_zero_sources_are_counted() -> None:
     h[1:] = 0
     found = refusal(OutputWeight().solve, "here", h, random(3, 6, seed=1), random(3, 6, seed=2))
     same(found, Outcome.ZERO_SOURCE, "rows that read a zero vector", 2, 0)
+    for solve, more in ((OutputWeight().solve, ()), (PostNorm().solve, (M, EPS))):
+        found = refusal(solve, "here", 0 * H, P, P + 1e-3 * G, *more)
+        same(found, Outcome.ZERO_SOURCE, "rows that read a zero vector", 1, 0)
     # A zero row of which nothing is wanted stands in nobody's way.
     branch = random(3, 6, seed=1)
     g = branch.clone()
@@ -98,11 +101,13 @@ def test_zero_sources_are_counted() -> None:
     assert list(OutputWeight().solve("here", h, branch, g).findings) == []
 
 
-def test_the_residual_of_positions_that_disagree() -> None:
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_the_residual_of_positions_that_disagree(size: float) -> None:
     """Two positions with one source: the best edit gives both the mean of what they want."""
     h = H.repeat(2, 1)
     want = random(2, 6, seed=8)
     residual = float((want - want.mean(0)).norm() / want.norm())
+    want = size * want
     found = refusal(OutputWeight().solve, "here", h, 0 * want, want)
     same(found, Outcome.INCONSISTENT, "relative residual", residual, 1e-6)
     found = refusal(AttentionOutput().solve, "here", h, 0 * want, want)
@@ -113,6 +118,13 @@ def test_the_residual_of_positions_that_disagree() -> None:
     same(found, Outcome.INCONSISTENT, "relative residual", residual, 1e-6)
     found = refusal(OutputScale().solve, "here", torch.ones(2, 6, dtype=torch.float64), want, M)
     same(found, Outcome.INCONSISTENT, "relative residual", residual, 1e-6)
+
+
+def test_the_residual_of_input_maps_that_cannot_agree() -> None:
+    z, z_C = Z.repeat(2, 1), random(2, 6, seed=8)
+    change = z_C - z
+    residual = float((change - change.mean(0)).norm() / change.norm())
+    same(refusal(InputWeight().solve, "here", z, z_C), Outcome.INCONSISTENT, "relative residual", residual, 1e-6)
 
 
 def test_a_disagreement_within_rounding_is_none() -> None:
@@ -148,7 +160,9 @@ def test_a_zero_entry_under_a_scale() -> None:
     size = float(u.square().mean().sqrt())
     for rule in (InputScale, OutputScale):
         same(refusal(rule().solve, "here", u, G, M), Outcome.ZERO_ENTRY, "min abs entry", 1e-15, 1e-12 * size)
-    # Zero is what rounding leaves of a vector of that size, and no more.
+    # Zero is what rounding leaves of a vector of that size, and no more; each position has a size of its own.
+    pair = torch.cat([P, 1e-14 * P])
+    assert torch.allclose(OutputScale().solve("here", pair, M * pair, 0 * M).scale, M)
     tall = 1e6 * u
     tall[0, 2] = 1e-4
     assert torch.allclose(OutputScale().solve("here", tall, G, M).scale, G[0] / tall[0])
@@ -250,7 +264,10 @@ def test_flips_count_positions() -> None:
 def test_protected_rows_count_for_every_rule_that_takes_them() -> None:
     kept = 100 * random(2, 9, seed=11)
     for solve, more in ((OutputWeight().solve, ()), (PostNorm().solve, (M, EPS))):
-        plain, held = (solve("here", H, P, G, *more, protected=rows).delta for rows in (None, kept))
+        both = [solve("here", H, P, G, *more, protected=rows) for rows in (None, kept)]
+        plain, held = (met.delta for met in both)
+        unit = torch.nn.functional.normalize(torch.cat([H, kept]))
+        assert [met.condition for met in both] == pytest.approx([1.0, float(torch.linalg.cond(unit))])
         assert float(plain(kept).norm()) > 1e-2
         assert float(held(kept).norm()) < 1e-9
         assert torch.allclose(held(H), plain(H))
