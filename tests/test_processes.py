@@ -55,6 +55,18 @@ def test_commands_for_one_process_say_so(llama, two, call):
     assert "error on process 0: 2 processes were started, and generate runs in one" in " ".join(said.split())
 
 
+def test_a_silent_process_still_looks_at_what_is_shown(monkeypatch, capsys):
+    """What one process looks at may be in the hands of all of them."""
+    from contextfold.cli import common
+
+    monkeypatch.setattr(common.out, "quiet", True)
+    looked = []
+    common.show_or_json(False, {}, lambda: looked.append(True) or "table")
+    common.show_or_json(True, {}, lambda: "table")
+    assert looked == [True]
+    assert capsys.readouterr().out == ""
+
+
 def test_a_type_without_a_plan_is_refused_by_name(tmp_path, two):
     import zoo
 

@@ -175,13 +175,13 @@ def spelled(rows: list[dict[str, Any]], decode: Callable[[Any], str]) -> list[di
 
 def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any], loaded: Any = None) -> None:
     """`loaded`: a model that was asked for with a ceiling on memory, or could have been: the peak is told besides."""
-    if out.quiet:  # of several processes, one speaks
+    if as_json and out.quiet:  # of several processes, one speaks
         return
     if as_json:
         told = payload if loaded is None else {**payload, **_memory(loaded)}
         sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
         return
-    out.print(view())
+    out.print(view())  # all of them look, since what is looked at may be shared
     if loaded is not None and loaded.placement is not None:
         out.print(_memory_line(loaded.placement), highlight=False)
 
