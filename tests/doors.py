@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+import runs
 from contextfold import patchfile
 from contextfold.files import Kept
 from contextfold.fold import fold_token
@@ -176,10 +177,24 @@ def _store(folder: Path, rng: Random) -> tuple[Callable[[], object], Path]:
     return read, path
 
 
+def _report(folder: Path, rng: Random) -> tuple[Callable[[], object], Path]:
+    from contextfold import report
+
+    path, page = folder / "run.json", folder / "page.html"
+    value = runs.ALL[rng.choice(sorted(runs.ALL))]()
+    path.write_bytes(spoiled_json(value, rng).encode(errors="surrogatepass"))
+
+    def read() -> None:
+        report.save(report.page([report.chapter(report.read(path), 1)]), page)
+
+    return read, path
+
+
 DOORS = (
     Door("patch file", _patch_file, 32),
     Door("jobs file", _jobs, 1000),
     Door("question file", _questions, 32),
+    Door("report", _report, 0),
     Door("kept work", _kept, 32),
     Door("solved place", _store, 32),
 )

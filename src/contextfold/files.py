@@ -21,6 +21,9 @@ from contextfold.scratch import flush, hidden_file, sweep
 
 __all__ = ["Kept", "expanded", "parsed_json", "plain", "read_whole", "replacing", "write_json"]
 
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+"""One by its number, or as it is; two that belong together are a character."""
+
 CHUNK = 2**20
 """Bytes read at once."""
 
@@ -63,11 +66,14 @@ def expanded(name: str) -> Path:
 
 def parsed_json(text: str) -> Any:
     """JSON as others wrote it. Raises `ValueError`, also for NaN and infinities, a key that stands twice in an object,
-    and lists in lists that are deeper than Python follows."""
+    lists in lists that are deeper than Python follows, and half of a surrogate pair, which no file can hold."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        if SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    return found
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import runs
 from contextfold import models, patchfile
 from contextfold.errors import InputError, PatchFileDamaged, PatchFileForeign, one_line
 from contextfold.files import Kept, read_whole
@@ -18,6 +20,8 @@ from contextfold.fold import fold_token
 from contextfold.inspection import patch_json
 from contextfold.patch import BiasEdit, Patch, Site
 from contextfold.prompts import parse_spans, read_argument
+from contextfold.report import chapter, page, run_of
+from contextfold.report import read as read_run
 from contextfold.spectra import spectra
 from contextfold.store import Store
 from contextfold.sweep import jobs as jobs_module
@@ -298,3 +302,38 @@ def test_a_message_is_one_line_that_a_terminal_only_shows():
     assert one_line("\x1b[2J\ud800") == "\\x1b[2J\\ud800"
     assert len(one_line("x" * 10**6)) == 200
     assert one_line(ValueError()) == "ValueError"
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"kl_nats": ', f'"kl_nats": {10**400}, "was": ', "a number"),  # OverflowError
+        ('"kl_nats": ', '"kl_nats": 1e999, "was": ', "a number"),
+        ('"kl_nats": ', '"kl_nats": NaN, "was": ', "NaN is no number"),
+        ('"model": "', '"model": "\\ud800', "surrogate"),  # UnicodeEncodeError when the page was written
+        ('"model": ', '"model": "x", "model": ', "twice"),
+    ],
+)
+def test_reports_of_what_no_command_prints(tmp_path, old, new, words):
+    text = json.dumps(runs.fold())
+    assert old in text
+    (tmp_path / "run.json").write_text(text.replace(old, new, 1))
+    with pytest.raises(InputError, match=words):
+        read_run(tmp_path / "run.json")
+
+
+def test_a_report_of_a_file_that_never_ends(monkeypatch):
+    monkeypatch.setattr("contextfold.report.reading.LARGEST", 2**20)
+    with pytest.raises(InputError, match="more than"):
+        read_run(Path("/dev/zero"))
+
+
+def test_a_ratio_to_nothing_is_drawn_as_nothing():
+    """What a command prints for a map of zeros, a report takes."""
+    found = runs.fold()
+    for step in found["steps"]:
+        step["weight_ratio"] = [None] * len(step["weight_ratio"])
+    assert page([chapter(run_of(found), 1)])

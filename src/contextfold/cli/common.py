@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from contextfold.errors import ContextfoldError, InputError, NotWritten
+from contextfold.files import plain
 
 out = Console()
 err = Console(stderr=True)
@@ -112,7 +113,7 @@ def check_writable(path: Path | None, option: str = "--out") -> None:
     """Before minutes of work, not after."""
     if path is None:
         return
-    if path.is_dir() or not path.parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise InputError(f"cannot write {path}: its folder does not exist, or it is a folder; choose another {option}")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"cannot write to {path.parent}: permission denied; choose another {option}")
@@ -179,7 +180,7 @@ def show_or_json(as_json: bool, payload: Any, view: Callable[[], Any], loaded: A
         return
     if as_json:
         told = payload if loaded is None else {**payload, **_memory(loaded)}
-        sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(plain(told), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         return
     out.print(view())  # all of them look, since what is looked at may be shared
     if loaded is not None and loaded.placement is not None:

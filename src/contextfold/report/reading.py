@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contextfold.errors import InputError
+from contextfold.errors import InputError, one_line
+from contextfold.files import parsed_json, read_whole
 from contextfold.report.details import detail_shape
 from contextfold.report.lengths import (
     ablate_lengths,
@@ -19,7 +19,7 @@ from contextfold.report.lengths import (
     sequence_lengths,
     uneven,
 )
-from contextfold.report.shapes import Each, Either, Maybe, Shape, misfit
+from contextfold.report.shapes import NUMBER_OR_NULL, Each, Either, Maybe, Shape, misfit
 
 __all__ = ["KINDS", "Kind", "Run", "read", "run_of"]
 
@@ -102,8 +102,8 @@ FOLD = Kind(
             [
                 {
                     "prompt": int, "in_context": int, "unpatched": int, "patched": int, "in_context_margin": float,
-                    "logit_gap": float, "kl_nats": float, "unpatched_logit_gap": float, "weight_ratio": [float],
-                    "relative_error": [float], "texts": _TEXTS,
+                    "logit_gap": float, "kl_nats": float, "unpatched_logit_gap": float,
+                    "weight_ratio": [NUMBER_OR_NULL], "relative_error": [NUMBER_OR_NULL], "texts": _TEXTS,
                 }
             ]
         ),
@@ -125,7 +125,7 @@ SEQUENCE = Kind(
         ],
         "layers": [
             {
-                "layer": int, "rank": int, "condition": Maybe(float), "weight_ratio": float,
+                "layer": int, "rank": int, "condition": Maybe(float), "weight_ratio": NUMBER_OR_NULL,
                 "scale_ratio_max": Maybe(float), "max_abs_dm": float, "relative_error": Maybe(float), "outcome": str,
                 "actions": Maybe([float]),
             }
@@ -144,8 +144,8 @@ GENERATE = Kind(
             {
                 "sequence": int, "position": int, "in_context": int, "patched": int, "action_gap": float,
                 "proven_gap": Maybe(float), "unpatched": Maybe(int), "unpatched_gap": Maybe(float),
-                "kl_nats": Maybe(float), "margin": Maybe(float), "weight_ratio": Maybe([float]),
-                "relative_error": Maybe([float]), "texts": _TEXTS,
+                "kl_nats": Maybe(float), "margin": Maybe(float), "weight_ratio": Maybe([NUMBER_OR_NULL]),
+                "relative_error": Maybe([NUMBER_OR_NULL]), "texts": _TEXTS,
             }
         ],
     },
@@ -160,13 +160,13 @@ ABLATE = Kind(
             {
                 "name": str, "text": Maybe(str), "dropped": int, "keeps_sink": bool, "rank": int, "patch_rank": int,
                 "kl_nats": float, "answer_nats": float, "top1_changes": int, "logit_gap": float,
-                "patched_logit_gap": float, "patch_norm": float, "weight_ratio": float, "max_abs_dm": float,
+                "patched_logit_gap": float, "patch_norm": float, "weight_ratio": NUMBER_OR_NULL, "max_abs_dm": float,
                 "proven": bool,
                 "positions": [
                     {
                         "answer": int, "without": int, "kl_nats": float, "logit_gap": float,
                         "patched_logit_gap": float, "patched_top1_match": bool, "texts": _TEXTS,
-                        "layers": [{"layer": int, "patch_norm": float, "relative_error": float}],
+                        "layers": [{"layer": int, "patch_norm": float, "relative_error": NUMBER_OR_NULL}],
                     }
                 ],
             }
@@ -183,7 +183,7 @@ BAKE = Kind(
         **_COMMON, **_RECOVERY, "estimator": str, "holds": bool, "verdict": str, "questions": int,
         "kl_unpatched": float, "unpatched_top1": float, "same_answers": float, "controls": Each(_RECOVERY),
         "elsewhere": Each({"kl_patched": float, "kl_context": float, "kl_ratio": float}), "strengths": Each(float),
-        "sites": [{"layer": int, "role": str, "rank": int, "explained": float, "weight_ratio": float}],
+        "sites": [{"layer": int, "role": str, "rank": int, "explained": float, "weight_ratio": NUMBER_OR_NULL}],
         "calibration_tokens": Maybe(int),
         "held_out": Maybe([{"kl_unpatched": float, "kl_patched": float, "texts": _TEXTS}]),
     },
@@ -215,15 +215,13 @@ KINDS = (FOLD, SEQUENCE, GENERATE, ABLATE, BAKE, REPRODUCE)
 def read(path: Path) -> Run:
     """The run in a file. Raises `InputError` when there is none, when it is no JSON, or JSON of something else."""
     try:
-        if path.stat().st_size > LARGEST:
-            raise InputError(f"{path} has {path.stat().st_size} bytes; a run of contextfold has fewer than {LARGEST}")
-        found = json.loads(path.read_bytes().decode("utf-8-sig"))
+        found = parsed_json(read_whole(path, LARGEST).decode("utf-8-sig"))
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror}); give a file that --json wrote") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} is not JSON ({error}); give a file that --json wrote") from error
+        raise InputError(f"{path} is not JSON ({one_line(error)}); give a file that --json wrote") from error
     return run_of(found, str(path))
 
 
@@ -232,7 +230,11 @@ def run_of(found: object, source: str = "run") -> Run:
     keys = set(found) if isinstance(found, dict) else set()
     kind = next((kind for kind in KINDS if kind.marks <= keys), None)
     if kind is None:
-        met = f"an object with {', '.join(sorted(keys)[:4]) or 'no keys'}" if isinstance(found, dict) else "no object"
+        met = (
+            f"an object with {one_line(', '.join(sorted(keys)[:4]) or 'no keys')}"
+            if isinstance(found, dict)
+            else "no object"
+        )
         known = "; ".join(kind.commands for kind in KINDS)
         raise InputError(f"{source} is {met}, not what a command of these prints with --json: {known}")
     assert isinstance(found, dict)

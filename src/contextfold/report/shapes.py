@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Each", "Either", "Maybe", "Shape", "misfit"]
+from contextfold.errors import one_line
 
-WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", object: "anything"}
+__all__ = ["NUMBER_OR_NULL", "Each", "Either", "Maybe", "Shape", "misfit"]
+
+LARGEST = 1e300
+"""No number of a run is as large; sums and squares of larger ones leave what a figure can show."""
+
+WORDS = {
+    float: "a number",
+    int: "a whole number",
+    str: "a text",
+    bool: "true or false",
+    object: "anything",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,9 @@ class Either:
 
     kinds: tuple[type, ...]
 
+
+NUMBER_OR_NULL = Either((float, type(None)))
+"""A number that need not be finite, and is null then."""
 
 Shape = type | Maybe | Each | Either | list[Any] | dict[str, Any]
 """A type of `WORDS`; `[shape]`, a list of such; `{key: shape}`, an object with at least these keys; or the above."""
@@ -66,6 +82,8 @@ def _entry(value: Mapping[str, object], key: str, shape: Shape, where: str) -> s
 
 
 def _is(value: object, kind: type) -> bool:
+    if isinstance(value, (int, float)) and not abs(value) < LARGEST:  # NaN too
+        return False
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is object:
@@ -82,5 +100,4 @@ def _at(where: str, key: str) -> str:
 
 
 def _said(where: str, expected: str, value: object) -> str:
-    text = repr(value)
-    return f"{where or 'the whole'} should be {expected}, but is {text if len(text) <= 40 else text[:39] + '…'}"
+    return f"{one_line(where) if where else 'the whole'} should be {expected}, but is {one_line(reprlib.repr(value), 40)}"
