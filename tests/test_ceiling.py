@@ -110,6 +110,7 @@ def test_what_fits_stays_in_memory_layers_first(tmp_path):
     assert ceiling._kept(model, groups, movable, layers) == movable.keys() - vocabulary
     assert ceiling._kept(model, groups, movable, movable[groups[1][0]]) == {"model.layers.0.self_attn.q_proj"}
     assert ceiling._kept(model, groups, movable, 0) == set()
+    assert ceiling._kept(model, [sorted(vocabulary)], movable, movable["lm_head"]) == vocabulary
 
 
 def test_half_of_the_room_is_for_weights(tmp_path, monkeypatch):
@@ -182,6 +183,31 @@ def test_what_cannot_be_left_in_files_is_refused_by_name(tmp_path, monkeypatch, 
     code, out, err = call("fold", folder, "--context", "abc", "--query", "de", "--max-memory", "8xb")
     assert (code, out) == (2, "")
     assert err.startswith("error: the size '8xb' is not one")
+
+
+def test_every_command_that_works_on_a_model_keeps_weights_in_their_files(tmp_path, in_files, call):
+    folder = saved(tmp_path / "model", build("llama", torch.float32))
+    patch, texts = tmp_path / "patch", ("--context", "The fox has it.", "--query", "Who?")
+    for command in (
+        ("fold", folder, *texts, "--out", patch),
+        ("fold", folder, *texts, "--positions", "all"),
+        ("verify", folder, *texts, "--patch", patch),
+        ("export", folder, patch, "--to", "checkpoint", "--out", tmp_path / "out"),
+        ("generate", folder, "--context", "The fox has it.", "--prompt", "Who?", "--tokens", "2"),
+        ("ablate", folder, "--part", "a=The fox has it.", "--part", "b= So there.", "--query", "Who?"),
+    ):
+        code, out, _ = call(*command, "--json", "--max-memory", "1TiB")
+        told = json.loads(out)
+        assert code == 0
+        assert told["max_memory"] == 2**40 > told["peak_bytes"] > told["streamed_bytes"] > told["resident_bytes"] > 0
+    code, out, _ = call("fold", folder, *texts, "--max-memory", "1TiB")
+    assert code == 0
+    line = " ".join(out.split())
+    assert re.search(r"Peak memory \d+ MiB, within the ceiling of 1024\.0 GiB; 1 MiB of weights stayed in memory", line)
+    code, out, _ = call("fold", folder, *texts, "--json")
+    told = json.loads(out)
+    assert (told["max_memory"], told["resident_bytes"], told["streamed_bytes"]) == (None, None, None)
+    assert told["peak_bytes"] > 0
 
 
 def test_sizes_are_told_in_binary_units():

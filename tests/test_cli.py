@@ -155,9 +155,10 @@ BAKE = ("--context", CONTEXT, "--queries", ASKED, "--tokens", 3)
 
 def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_path):
     out = tmp_path / "patch.safetensors"
-    code, printed, _ = call("bake", folder, *BAKE, "--out", out, "--json")
+    code, printed, _ = call("bake", folder, *BAKE, "--out", out, "--json", "--max-memory", "1TiB")
     found = json.loads(printed)
     assert found["questions"] == 2
+    assert found["max_memory"] == 2**40 > found["peak_bytes"] > found["resident_bytes"] > found["streamed_bytes"] == 0
     assert set(found["controls"]) == {"other_context", "shuffled_context", "random_patch"}
     assert found["kl_recovered"] == 1 - found["kl_patched"] / found["kl_unpatched"]
     assert {site["role"] for site in found["sites"]} == {"attention output map", "output map"}

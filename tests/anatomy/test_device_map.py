@@ -151,7 +151,7 @@ def test_edits_are_written_into_weights_as_they_come_from_the_disk(fold, dtype, 
 
 def test_a_fingerprint_tells_that_edited_weights_come_from_the_disk(tmp_path):
     plain = saved(tmp_path, build("llama", torch.float64))
-    model = placed(tmp_path, on_disk(plain, LAYER))
+    model = placed(tmp_path, on_disk(plain, *(f"model.layers.{k}.mlp" for k in range(3))))
     bound = bind(model)
     before = bound.fingerprint
     patch = fold_token(bound, *ids(model)).patch
