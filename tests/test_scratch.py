@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,17 @@ def test_a_mistake_of_ours_keeps_its_traceback(folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["contextfold", "inspect", folder])
     with pytest.raises(KeyError, match="a mistake"):
         cli.main()
+
+
+def test_an_interrupt_while_modules_are_imported_is_a_line_too(monkeypatch, capsys):
+    from contextfold.__main__ import main
+
+    class Slow(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "contextfold.cli", Slow("contextfold.cli"))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted; the model and all files are as they were\n"

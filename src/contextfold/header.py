@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from contextfold.anatomy import Bound
 from contextfold.patch import Header, factor_dtype
 from contextfold.versions import versions
@@ -34,5 +36,5 @@ def receipt(
         attention=bound.attention,
         materialised=materialised,
         plan=plan,
-        versions=versions(),
+        versions={**versions(), "threads": str(torch.get_num_threads())},
     )

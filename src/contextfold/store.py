@@ -33,10 +33,13 @@ ADVICE = "choose another folder"
 def key_of(bound: Bound, *asked: object) -> str:
     """SHA-256 of the weights, of how and by what the model runs, and of what is asked of it, by the text of each.
 
+    The number of threads is part of it, since they share out sums, which then round otherwise.
+
     Raises `UnsupportedModel` for a model that processes share: they might not find the same places solved.
     """
     refuse_sharded(bound.model, "work that is kept and goes on later")
-    parts = (bound.fingerprint, bound.attention, bound.device, sorted(versions().items()), asked)
+    how = (bound.attention, bound.device, torch.get_num_threads(), sorted(versions().items()))
+    parts = (bound.fingerprint, *how, asked)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
