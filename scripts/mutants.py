@@ -104,7 +104,6 @@ def main() -> None:
         "mutants", derandomize=True, database=None, deadline=None, max_examples=25,
         phases=(Phase.explicit, Phase.generate),
     )  # fmt: skip
-    settings.load_profile("mutants")
     PytestRunner.run_tests = cheap_first  # type: ignore[method-assign]
     tool.collect_source_file_mutation_data = drawing(count)
     tool._run((), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_grad_enabled(False)
+
+if find_spec("hypothesis"):  # the environments of lm-eval and Ray do without
+    from hypothesis import settings
+
+    # How long an example takes is the machine's affair: on a busy one the usual limit of 200 ms fails right code.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

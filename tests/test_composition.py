@@ -146,6 +146,17 @@ def test_the_ways_of_a_sum_whose_branches_all_match() -> None:
     ]  # fmt: skip
 
 
+def test_branches_are_matched_by_one_kind_where_all_have_it() -> None:
+    first = Affine("a", 4, 4) >> Bias("a", 4) >> Scale("a", 4)
+    found = answer(V >> (first + (Affine("b", 4, 4) >> Bias("b", 4))), MATCH)
+    matched = [(way.kind.value, [step.path for step in way.steps]) for way in found.ways if not way.reaches]
+    assert matched == [
+        ("weight", [(1, 0, 0), (1, 1, 0)]),
+        ("mixed", [(1, 0, 2), (1, 1, 0)]),
+        ("bias", [(1, 0, 1), (1, 1, 1)]),
+    ]
+
+
 def test_branches_that_follow_need_no_step() -> None:
     (way,) = answer(Sum.of(Given("a", changes=False), Given("b", changes=False)), MATCH).ways
     assert (way.demand, way.kind, way.steps, way.capacity, way.before) == (MATCH, Kind.MIXED, (), ALWAYS, None)

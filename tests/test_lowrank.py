@@ -246,6 +246,7 @@ def test_singular_vectors_are_those_of_the_dense_product(out: int, width: int) -
     assert torch.allclose(U.T @ U, torch.eye(k, dtype=torch.float64))
     assert torch.allclose(Vt @ Vt.T, torch.eye(k, dtype=torch.float64))
     assert torch.allclose(U * S @ Vt, one.to_dense())
+    assert torch.allclose(product(out, 1, width).svd()[1], torch.linalg.svdvals(product(out, 1, width).to_dense())[:1])
     empty = product(out, 0, width).svd()
     assert [tuple(part.shape) for part in empty] == [(out, 0), (0,), (0, width)]
 

@@ -160,6 +160,11 @@ def test_a_zero_entry_under_a_scale() -> None:
     size = float(u.square().mean().sqrt())
     for rule in (InputScale, OutputScale):
         same(refusal(rule().solve, "here", u, G, M), Outcome.ZERO_ENTRY, "min abs entry", 1e-15, 1e-12 * size)
+    far = 1e6 * u
+    far[0, 2] = 1e-9
+    found = refusal(OutputScale().solve, "here", far, G, M)
+    same(found, Outcome.ZERO_ENTRY, "min abs entry", 1e-9, 1e-12 * float(far.square().mean().sqrt()))
+    same(refusal(OutputScale().solve, "here", 0 * u, G, M), Outcome.ZERO_ENTRY, "min abs entry", 0, 0)
     # Zero is what rounding leaves of a vector of that size, and no more; each position has a size of its own.
     pair = torch.cat([P, 1e-14 * P])
     assert torch.allclose(OutputScale().solve("here", pair, M * pair, 0 * M).scale, M)
@@ -178,6 +183,7 @@ def test_a_zero_entry_of_u_under_the_theorem() -> None:
         g = G.clone()
         g[0, 3] = wanted
         same(refusal(solve, "here", H, p, g, M, EPS), Outcome.ZERO_ACTIVATION, "min abs u", float(u[0, 3]), limit)
+    same(refusal(solve, "here", H, 0 * P, G, M, EPS), Outcome.ZERO_ACTIVATION, "min abs u", 0, 0)
     g = G.clone()
     g[0, 3] = 0
     met = solve("here", H, p, g, M, EPS)

@@ -145,6 +145,14 @@ def test_one_position_is_the_balanced_scale_and_exact() -> None:
     assert torch.allclose(ratio, ratio.mean().expand_as(ratio), rtol=1e-8)
 
 
+def test_a_scale_of_zero_becomes_positive() -> None:
+    t = twin(2)
+    t["m"][1] = 0
+    met = JointPostNorm().solve("block", t["h"], t["branch"], t["g"], t["m"], EPS)
+    assert float(met.scale[1]) > 0
+    assert float(met.scale[0]) < 0
+
+
 def test_a_branch_of_length_zero_gets_a_length() -> None:
     t = twin(2)
     t["branch"][0] = 0
