@@ -182,7 +182,7 @@ def min_norm_update(sources: Tensor, changes: Tensor, metric: Metric | None = No
     else:
         delta = LowRank(wanted.T @ dual, Vt[keep])
     total = float(T.norm())
-    residual = float((delta(S) - T).norm()) / total if total > 0 else 0.0
+    residual = 0.0 if total == 0 else float((delta(S) - T).norm()) / total
     condition = float(sigma[0] / sigma[keep][-1]) if rank else 1.0
     return Solution(delta, rank, condition if rank == sigma.numel() else math.inf, residual)
 

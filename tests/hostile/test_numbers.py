@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from random import Random
 
@@ -14,12 +15,15 @@ import wounds
 from contextfold.anatomy import bind
 from contextfold.bake import Frame, answered, bake
 from contextfold.bake.moments import Moments, left_out, penalty
+from contextfold.cli.common import show_or_json
 from contextfold.errors import NotControllable
 from contextfold.files import plain
 from contextfold.fold import fold_sequence, fold_token
-from contextfold.lowrank import LowRank
+from contextfold.lowrank import LowRank, min_norm_update
 from contextfold.outcomes import Outcome
 from contextfold.patch import MatrixEdit, Patch
+from contextfold.rules import OutputWeight
+from contextfold.rules.base import judge
 from contextfold.verify import Prompt, Settings, compare, fold_and_prove
 from contextfold.verify.controls import random_like
 from watched import kept
@@ -153,3 +157,30 @@ def test_a_context_of_8192_tokens(fold):
     bound = bind(LlamaForCausalLM(LlamaConfig(**config)).eval())
     folded = fold(bound, tiny.tokens(8192), tiny.tokens(3, seed=2))
     assert max(layer.relative_error for layer in folded.layers) < 1e-5
+
+
+def test_a_residual_that_is_no_number_is_not_solved():
+    """A wanted change of NaN counted as none, with a residual of 0; and NaN is not larger than a limit."""
+    h, g = torch.ones(1, 4, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64)
+    bad = torch.full((1, 3), math.nan, dtype=torch.float64)
+    with pytest.raises(NotControllable) as met:
+        OutputWeight().solve("here", h, bad, g)
+    assert met.value.findings[0].outcome is Outcome.NOT_FINITE
+    solution = min_norm_update(h, bad)
+    assert math.isnan(solution.residual)
+    with pytest.raises(NotControllable):
+        judge("here", h, g, solution)
+
+
+def test_a_bake_into_a_map_of_zeros():
+    """ZeroDivisionError, after all the work."""
+    frame = Frame(tiny.tokens(1), tiny.tokens(8, seed=4))
+    bound = zero_output_map()
+    examples = answered(bound, frame.full, [tiny.tokens(4, seed=5), tiny.tokens(5, seed=6)], tokens=2)
+    baked = bake(bound, frame, examples, method="output")
+    assert [math.isfinite(site.weight_ratio) for site in baked.sites] == [True, False, True]
+
+
+def test_a_command_prints_json_that_other_programs_read(capsys):
+    show_or_json(True, {"left_out_error": math.nan, "ratio": [math.inf]}, lambda: "")
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"left_out_error": None, "ratio": [None]}

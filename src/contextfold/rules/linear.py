@@ -104,7 +104,7 @@ class MatrixOutput(UpdateRule):
         `protected (p, f)`: inputs on which the map must not change. Raises `NotControllable` for a zero source,
         inconsistent rows, or values that are not finite.
         """
-        finite(where, h=h, g=g)
+        finite(where, h=h, branch=branch, g=g)
         sources, changes = with_protected(h.double(), (g - branch).double(), protected)
         solution = min_norm_update(sources, changes)
         findings = judge(where, sources, changes, solution)
