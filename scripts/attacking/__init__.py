@@ -1,0 +1,1 @@
+"""Parts of `attack.py` that need a process of their own."""
