@@ -73,6 +73,8 @@ def parsed_json(text: str) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("a text holds half of a surrogate pair") from error
     return found
 
 

@@ -104,7 +104,7 @@ def test_a_matrix_without_rows(good, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("mlp", "\\ud800", "printed"),  # UnicodeEncodeError when it was shown
+        ("mlp", "\\ud800", "surrogate"),  # UnicodeEncodeError when it was shown
         ("mlp", "\\u001b[2J", "printed"),  # cleared the terminal that showed it
         ("mlp", "a\\nb", "printed"),
         ('"layer": 0', '"layer": -1', "no number"),
@@ -329,6 +329,14 @@ def test_a_report_of_a_file_that_never_ends(monkeypatch):
     monkeypatch.setattr("contextfold.report.reading.LARGEST", 2**20)
     with pytest.raises(InputError, match="more than"):
         read_run(Path("/dev/zero"))
+
+
+def test_numbers_that_may_be_null_may_be_left_out():
+    """KeyError while the page was made."""
+    found = runs.fold()
+    for layer in found["layers"]:
+        del layer["relative_error"], layer["condition"]
+    assert page([chapter(run_of(found), 1)])
 
 
 def test_a_ratio_to_nothing_is_drawn_as_nothing():

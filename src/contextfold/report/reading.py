@@ -19,7 +19,7 @@ from contextfold.report.lengths import (
     sequence_lengths,
     uneven,
 )
-from contextfold.report.shapes import NUMBER_OR_NULL, Each, Either, Maybe, Shape, misfit
+from contextfold.report.shapes import NUMBER_OR_NULL, Each, Either, Maybe, Shape, completed, misfit
 
 __all__ = ["KINDS", "Kind", "Run", "read", "run_of"]
 
@@ -244,4 +244,4 @@ def run_of(found: object, source: str = "run") -> Run:
     wrong = uneven(kind.lengths(found))
     if wrong is not None:
         raise InputError(f"{source}: {wrong}; run the command again")
-    return Run(source, kind, found)
+    return Run(source, kind, completed(found, dict(kind.shape)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from contextfold.errors import one_line
 
-__all__ = ["NUMBER_OR_NULL", "Each", "Either", "Maybe", "Shape", "misfit"]
+__all__ = ["NUMBER_OR_NULL", "Each", "Either", "Maybe", "Shape", "completed", "misfit"]
 
 LARGEST = 1e300
 """No number of a run is as large; sums and squares of larger ones leave what a figure can show."""
@@ -75,6 +75,19 @@ def misfit(value: object, shape: Shape, where: str = "") -> str | None:
     return None if _is(value, shape) else _said(where, WORDS[shape], value)
 
 
+def completed(value: Any, shape: Shape) -> Any:
+    """`value`, which has this shape, with null under the keys that it left out."""
+    if isinstance(shape, Maybe):
+        return None if value is None else completed(value, shape.shape)
+    if isinstance(shape, list):
+        return [completed(item, shape[0]) for item in value]
+    if isinstance(shape, Each):
+        return {key: completed(item, shape.shape) for key, item in value.items()}
+    if isinstance(shape, dict):
+        return {**value, **{key: completed(value.get(key), inside) for key, inside in shape.items()}}
+    return value
+
+
 def _entry(value: Mapping[str, object], key: str, shape: Shape, where: str) -> str | None:
     if key in value:
         return misfit(value[key], shape, _at(where, key))
@@ -100,4 +113,5 @@ def _at(where: str, key: str) -> str:
 
 
 def _said(where: str, expected: str, value: object) -> str:
-    return f"{one_line(where) if where else 'the whole'} should be {expected}, but is {one_line(reprlib.repr(value), 40)}"
+    place = one_line(where) if where else "the whole"
+    return f"{place} should be {expected}, but is {one_line(reprlib.repr(value), 40)}"
