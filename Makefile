@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake exports interop interop-llama interop-eval sweep-ray coverage mutants wheel clean
+.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake scale exports interop interop-llama interop-eval sweep-ray coverage mutants wheel clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -57,6 +57,11 @@ bench: $(STAMP)
 bench-bake: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_bake.py run
 	$(BIN)/python scripts/bench_bake.py table
+
+# What folding and baking cost on random models of several sizes, and the tables of docs/scale.md; ten minutes on one core.
+scale: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/scale.py run
+	$(BIN)/python scripts/scale.py table
 
 # Every exporter on every supported model type, loaded back; ten minutes on one core.
 exports: $(STAMP)

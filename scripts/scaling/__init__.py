@@ -1,0 +1,1 @@
+"""What folding and baking cost: formulas, measured points, and a fit of one to the other."""
