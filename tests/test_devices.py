@@ -91,8 +91,10 @@ def test_everything_stays_on_the_device_of_the_model(model_type, work, tmp_path)
         assert machine.waits, "the machine sees what is done on it"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("work", ["token", "sequence", "proof", "bake", "generate"])
+@pytest.mark.parametrize(
+    ("model_type", "work"),
+    [*(("llama", work) for work in ("token", "sequence", "proof", "bake", "generate")), ("gpt_neox", "token")],
+)
 def test_factors_live_with_their_layer(model_type, work, tmp_path):
     """One layer on another device; hooks of accelerate move what enters it, as under a map of devices."""
     hooks = pytest.importorskip("accelerate.hooks")
