@@ -165,10 +165,10 @@ def forked(arguments: Sequence[object], log: Path, values: dict[str, str], first
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(values)
         sys.argv = ["contextfold", *map(str, arguments)]
-        from contextfold import cli
+        from contextfold.__main__ import main
 
         first()
-        cli.main()
+        main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

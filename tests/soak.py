@@ -54,6 +54,14 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def yardstick() -> float:
+    """Seconds of the processor for a fixed piece of work that is much like a forward: small products, in Python."""
+    begun, vector, square = time.process_time(), torch.ones(32), torch.eye(32)
+    for _ in range(200):
+        vector = square @ vector
+    return time.process_time() - begun
+
+
 def folds(bound: Bound) -> Callable[[int], None]:
     """The k-th fold: of one token, every fifth of a sequence, every tenth also applied, written and run."""
 
@@ -88,20 +96,24 @@ class Course:
 
     seconds: Sequence[float]
     """Of the processor, per piece of work."""
+    beside: Sequence[float]
+    """The same of `yardstick`, after each piece: a machine that others use is not always as fast."""
     at: Sequence[int]
     bytes: Sequence[int]
     """Resident memory after so many pieces."""
 
     def to_json(self) -> dict[str, Any]:
         tenth = max(1, len(self.seconds) // 10)
-        first, last = statistics.median(self.seconds[tenth : 2 * tenth]), statistics.median(self.seconds[-tenth:])
+        first, last = (statistics.median(self.seconds[part]) for part in (slice(tenth, 2 * tenth), slice(-tenth, None)))
+        then, now = (statistics.median(self.beside[part]) for part in (slice(tenth, 2 * tenth), slice(-tenth, None)))
         settled = [(k, b) for k, b in zip(self.at, self.bytes, strict=True) if k >= 2 * tenth]
         slope = statistics.linear_regression([k for k, _ in settled], [b for _, b in settled]).slope
         return {
             "count": len(self.seconds),
             "first_seconds": round(first, 5),
             "last_seconds": round(last, 5),
-            "slowdown": round(last / first, 3),
+            "slowdown": round(last / first / (now / then), 3),
+            "machine_slowdown": round(now / then, 3),
             "bytes_per_piece": round(slope, 1),
             "first_bytes": settled[0][1],
             "last_bytes": settled[-1][1],
@@ -114,16 +126,17 @@ def course(
     work: Callable[[int], None], count: int, every: int, progress: Callable[[int], None] = lambda _: None
 ) -> Course:
     """Do it `count` times."""
-    seconds, at, sizes = [], [], []
+    seconds, beside, at, sizes = [], [], [], []
     for k in range(count):
         begun = time.process_time()
         work(k)
         seconds.append(time.process_time() - begun)
+        beside.append(yardstick())
         if (k + 1) % every == 0:
             at.append(k + 1)
             sizes.append(resident())
             progress(k + 1)
-    return Course(seconds, at, sizes)
+    return Course(seconds, beside, at, sizes)
 
 
 def left(bound: Bound) -> dict[str, Any]:

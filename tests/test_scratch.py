@@ -251,6 +251,8 @@ def test_an_export_that_finds_no_room_says_so(error, tmp_path):
     "error",
     [
         MemoryError(),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to"),
     ],
 )
@@ -277,15 +279,21 @@ def test_a_mistake_of_ours_keeps_its_traceback(folder, monkeypatch):
         cli.main()
 
 
-def test_an_interrupt_while_modules_are_imported_is_a_line_too(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "interrupted; the model and all files are as they were\n"),
+        (MemoryError, 2, "error: there is not enough memory to begin; close other programs\n"),
+    ],
+)
+def test_what_happens_while_modules_are_imported_is_a_line_too(error, code, said, monkeypatch, capsys):
     from contextfold.__main__ import main
 
     class Slow(types.ModuleType):
         def __getattr__(self, name):
-            raise KeyboardInterrupt
+            raise error
 
     monkeypatch.setitem(sys.modules, "contextfold.cli", Slow("contextfold.cli"))
     with pytest.raises(SystemExit) as stopped:
         main()
-    assert stopped.value.code == 130
-    assert capsys.readouterr().err == "interrupted; the model and all files are as they were\n"
+    assert (stopped.value.code, capsys.readouterr().err) == (code, said)

@@ -32,6 +32,9 @@ __all__ = ["COMMANDS", "app", "main"]
 
 INTERRUPTED = 130
 
+NO_MEMORY = ("allocate memory", "failed to map segment", "can't start new thread", "bad_alloc")
+"""How torch, the system's loader, Python and C++ say that memory is short, each with an error of another kind."""
+
 MARGIN = 2**26
 """Bytes that can be had at once unless memory is short."""
 
@@ -108,7 +111,7 @@ def _short_of_memory(error: BaseException) -> bool:
     """Whether it came of that. Where memory ends, libraries raise anything: what can be had now tells, too."""
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, MemoryError) or "allocate memory" in str(found):
+        if isinstance(found, MemoryError) or any(sign in str(found) for sign in NO_MEMORY):
             return True
         found = found.__cause__ or found.__context__
     try:
