@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from contextfold.anatomy.wrapped import value_of
 from contextfold.export.base import Source
+from contextfold.lowrank import PARTS, LowRank
 from contextfold.overlays import Written, lending
-from contextfold.patch import Edit, Site
+from contextfold.patch import Edit, MatrixEdit, Site
 
 __all__ = ["lost", "write_float32"]
 
@@ -25,12 +26,27 @@ def lost(source: Source) -> Iterator[tuple[str, Tensor]]:
 
 
 def _lost(model: nn.Module, name: str, edits: dict[Site, Edit]) -> Tensor:
-    with value_of(model, name) as original:
-        exact = original.data.double()
-        for site, edit in edits.items():
-            exact = edit.merged(exact, site)
+    with value_of(model, name) as parameter:
+        original = parameter.data
     with lending(Written, model, edits), value_of(model, name) as stored:
-        return exact.sub_(stored.data).float().cpu().contiguous()
+        found = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
+        match list(edits.items()):
+            case [(site, MatrixEdit(delta))] if site.expert is None:
+                into, W, written = (site.matrix(each) for each in (found, original, stored.data))
+                _by_rows(into, W, written, delta.to(torch.float64))
+            case _:
+                exact = original.double()
+                for site, edit in edits.items():
+                    exact = edit.merged(exact, site)
+                found.copy_(exact.sub_(stored.data))
+    return found.cpu()
+
+
+def _by_rows(found: Tensor, original: Tensor, stored: Tensor, delta: LowRank) -> None:
+    """Matrices `(out, in)`: in float64 a map as a whole would take four times its memory."""
+    parts = (each.chunk(PARTS) for each in (found, original, stored, delta.B))
+    for into, W, written, B in zip(*parts, strict=True):
+        into.copy_((W.double() + B @ delta.A).sub_(written))
 
 
 def _by_parameter(source: Source) -> dict[str, dict[Site, Edit]]:
