@@ -146,6 +146,20 @@ def test_the_ways_of_a_sum_whose_branches_all_match() -> None:
     ]  # fmt: skip
 
 
+def test_ways_through_a_norm_do_not_mix_with_those_of_other_branches() -> None:
+    normed = Affine("a", 4, 4) >> Normalise() >> Scale("a", 4)
+    inner = normed >> (Skip() + (Affine("w", 4, 4) >> Normalise() >> Scale("s", 4)))
+    found = answer(V >> (inner + Bias("b", 4)), MATCH)
+    assert {way.kind.value for way in found.ways if way.reaches and len(way.steps) > 2} == set()
+    assert all(len({step.demand for step in way.steps}) == 1 for way in found.ways)
+
+
+def test_a_stage_that_steers_nothing_offers_no_way() -> None:
+    outputs = ExpertOutputs("mlp", 2, 5, 6)
+    assert (answer(outputs, MATCH).ways, answer(Experts("mlp", 8, 2, 6, 5), REACH).ways) == ((), ())
+    assert [reason.what for reason in answer(outputs, MATCH).reasons] == [outputs.stuck]
+
+
 def test_branches_are_matched_by_one_kind_where_all_have_it() -> None:
     first = Affine("a", 4, 4) >> Bias("a", 4) >> Scale("a", 4)
     found = answer(V >> (first + (Affine("b", 4, 4) >> Bias("b", 4))), MATCH)

@@ -94,6 +94,8 @@ def test_zero_sources_are_counted() -> None:
     for solve, more in ((OutputWeight().solve, ()), (PostNorm().solve, (M, EPS))):
         found = refusal(solve, "here", 0 * H, P, P + 1e-3 * G, *more)
         same(found, Outcome.ZERO_SOURCE, "rows that read a zero vector", 1, 0)
+    found = refusal(SharedExpert().solve, "here", 0 * P[:, :1], H, P, G)
+    same(found, Outcome.ZERO_SOURCE, "rows that read a zero vector", 1, 0)
     # A zero row of which nothing is wanted stands in nobody's way.
     branch = random(3, 6, seed=1)
     g = branch.clone()
@@ -215,8 +217,9 @@ def test_a_tiny_scale(name: str) -> None:
 def test_the_secular_hard_case() -> None:
     m, g = M.clone(), 0.01 * G
     m[:2], g[0, :2] = 0.1, 0
-    (found,) = PostNorm(MEMBERS["appendix"]).solve("here", H, P, g, m, EPS).findings
-    same(found, Outcome.SECULAR_HARD_CASE, "mu", 0.01, 0.01)
+    for solve, more in ((PostNorm(MEMBERS["appendix"]).solve, (H,)), (PostNormBias(MEMBERS["appendix"]).solve, ())):
+        (found,) = solve("here", *more, P, g, m, EPS).findings
+        same(found, Outcome.SECULAR_HARD_CASE, "mu", 0.01, 0.01)
 
 
 def test_nothing_to_aim_at() -> None:

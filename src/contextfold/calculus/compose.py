@@ -145,10 +145,10 @@ def _walk(part: Expression, demand: Demand, place: _Place) -> Answer:
 def _stage(stage: Stage, demand: Demand, place: _Place) -> Answer:
     capacity = stage.steers(demand)
     if stage.kind in (Kind.WEIGHT, Kind.EXPERTS):
+        if capacity.maybe and place.spread.maybe == 0:
+            return Answer((), (Reason("a weight reads a vector that is always 0; edit a bias, or another site"),))
         limited = min(capacity.sure, place.spread.sure), min(capacity.maybe, place.spread.maybe)
         capacity = replace(capacity, sure=limited[0], maybe=limited[1])
-        if capacity.maybe == 0:
-            return Answer((), (Reason("a weight reads a vector that is always 0; edit a bias, or another site"),))
     if capacity == ALWAYS:
         return Answer((Way(demand, Kind.MIXED, (), ALWAYS),))
     stuck = (Reason(stage.stuck),) if stage.stuck else ()
