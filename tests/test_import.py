@@ -14,7 +14,7 @@ HEAVY = (
     "torch",
     "transformers",
     "numpy",
-    "safetensors",
+    "safetensors.torch",
     "huggingface_hub",
     "scipy",
     "peft",
