@@ -26,7 +26,8 @@ CHILD = """
 import resource, sys
 {reader}
 def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not what getrusage says, which a process inherits from the one that started it.
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 from contextfold.errors import ContextfoldError
