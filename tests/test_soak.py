@@ -52,10 +52,10 @@ def test_growth_and_slowing_down_are_seen():
     kept = []
 
     def work(k):
-        # Pages from the system: what earlier tests have freed may serve for memory from the heap, and nothing would grow.
+        # Pages from the system: memory from the heap may be what earlier tests have freed, and nothing would grow.
         kept.append(mmap(-1, 2**20))
         kept[-1].write(bytes(2**20))
-        sum(range(1000 * k))
+        sum(range(20_000 * k))
 
     found = soak.course(work, 40, 5).to_json()
     assert 0.5 * 2**20 < found["bytes_per_piece"] < 2 * 2**20
