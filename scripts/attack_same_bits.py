@@ -20,12 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
+from attacking.record import finish  # noqa: E402
 from safetensors import safe_open  # noqa: E402 (the path and the environment come first)
 from safetensors.torch import load_file  # noqa: E402
 
 import samebits  # noqa: E402
-from contextfold.files import write_json  # noqa: E402
-from contextfold.versions import versions  # noqa: E402
 
 OUT = ROOT / "docs" / "measured" / "reliability-same-bits.json"
 
@@ -91,17 +90,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(model, options.runs, Path(folder)))
         sys.stderr.write(f"{model}: {rows[-1]['wrong'] or 'as it should'}\n")
-    wrong = [row for row in rows if row["wrong"]]
-    payload = {
-        "command": "scripts/attack_same_bits.py " + " ".join(sys.argv[1:]),
-        "seconds": round(time.monotonic() - begun),
-        "versions": versions(),
-        "bounds": {"relative": BOUND, "logits": GAP},
-        "wrong": len(wrong),
-        "rows": rows,
-    }
-    write_json(options.out, payload)
-    raise SystemExit(1 if wrong else 0)
+    finish(options.out, begun, rows, bounds={"relative": BOUND, "logits": GAP})
 
 
 if __name__ == "__main__":

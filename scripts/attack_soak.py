@@ -19,12 +19,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import torch  # noqa: E402 (the path and the environment come first)
+from attacking.record import finish  # noqa: E402
 
 import soak  # noqa: E402
 import tiny  # noqa: E402
 from contextfold.anatomy import bind  # noqa: E402
-from contextfold.files import write_json  # noqa: E402
-from contextfold.versions import versions  # noqa: E402
 
 OUT = ROOT / "docs" / "measured" / "reliability-soak.json"
 
@@ -69,18 +68,13 @@ def main() -> None:
                 f"{count} {kind} on {model_type}: {row['bytes_per_piece']} bytes each, "
                 f"{row['first_seconds']} s -> {row['last_seconds']} s, {row['wrong'] or 'nothing wrong'}\n"
             )
-    wrong = [row for row in rows if row["wrong"]]
-    payload = {
-        "command": "scripts/attack_soak.py " + " ".join(sys.argv[1:]),
-        "seconds": round(time.monotonic() - begun),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "bounds": {"bytes_per_piece": GROWTH, "slowdown": SLOWER},
-        "wrong": len(wrong),
-        "rows": rows,
-    }
-    write_json(options.out, payload)
-    raise SystemExit(1 if wrong else 0)
+    finish(
+        options.out,
+        begun,
+        rows,
+        threads=torch.get_num_threads(),
+        bounds={"bytes_per_piece": GROWTH, "slowdown": SLOWER},
+    )
 
 
 if __name__ == "__main__":

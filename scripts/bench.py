@@ -35,6 +35,7 @@ import torch
 
 from contextfold import models
 from contextfold.anatomy import Bound, bind
+from contextfold.ceiling import peak_memory, reset_peak
 from contextfold.fold import TokenTargets, fold_token, split
 from contextfold.runtime import Decoder, applied, materialised, recording, run
 from contextfold.stepwise import generate
@@ -234,23 +235,7 @@ def one_way(way: str, model: str, context: int) -> int:
                 steps = plain_steps(bound, ids)
                 for _ in range(9):
                     next(steps)
-    return peak_bytes()
-
-
-def reset_peak() -> None:
-    """Linux forgets the peak of a process when told so; elsewhere the peak since the start stands."""
-    file = Path("/proc/self/clear_refs")
-    if file.exists():
-        file.write_text("5")
-
-
-def peak_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_memory()
 
 
 def cases() -> Iterator[Case]:
@@ -282,7 +267,7 @@ def rows(case: Case) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(case.threads)
     reset_peak()
     measured = case.measure()
-    peak = peak_bytes()
+    peak = peak_memory()
     for name, ratios in measured.items():
         yield {
             "name": name,

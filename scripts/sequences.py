@@ -30,12 +30,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402 (the path and the environment come first)
-from bench import bound_model, peak_bytes, random_ids, reset_peak  # noqa: E402
+from bench import bound_model, random_ids  # noqa: E402
 from measured import FOLDER, TEXTS, WORDS, commands  # noqa: E402
 
 import zoo  # noqa: E402
 from contextfold import models, prompts  # noqa: E402
 from contextfold.anatomy import FAMILIES, Bound, bind  # noqa: E402
+from contextfold.ceiling import peak_memory, reset_peak  # noqa: E402
 from contextfold.errors import ContextfoldError  # noqa: E402
 from contextfold.fold import fold_sequence, rowsites, split  # noqa: E402
 from contextfold.rules import JointPostNorm  # noqa: E402
@@ -208,9 +209,9 @@ def peak(name: str, n: int) -> dict[str, Any]:
     context, query = random_ids(bound, CONTEXT), random_ids(bound, n)
     fold_sequence(bound, context, query[:8])
     reset_peak()
-    before = peak_bytes()
+    before = peak_memory()
     folded = fold_sequence(bound, context, query)
-    found = peak_bytes() - before
+    found = peak_memory() - before
     d, f = bound.blocks[0].output_maps[0].weight.shape
     sizes = {"L": len(bound.blocks), "d": d, "f": f, "V": folded.in_context.shape[1]}
     expected = expected_peak(n=n + 1, c=CONTEXT, **sizes)

@@ -39,24 +39,10 @@ from contextfold.calculus import (
 )
 from contextfold.errors import InputError, NoWay
 from contextfold.rules import OutputAlone, OutputWeight, choose
+from words import MATCH, NOT_ZERO, ONE_SCALE, REACH, SKIP, fixed, matrix
 
-MATCH, REACH = Demand.MATCH, Demand.REACH
-NOT_ZERO = "its input is not 0, several are linearly independent"
-ONE_SCALE = "every entry of the vector that the scale multiplies is nonzero where its target is"
-SKIP = "the skip carries the difference on and has no parameter, so another branch must reach any wanted value"
 NOT_EVERY = "not every branch follows the context, so one of them must reach any wanted value"
 BEFORE = "what comes before is out of reach: "
-
-
-def fixed(name: str) -> str:
-    return f"{name} depends on the context and has no parameter here; steer something that reads it"
-
-
-def matrix(name: str, width: int) -> str:
-    return (
-        f"{name} reads {width} numbers, so it steers at most {width} positions; "
-        "fold fewer positions, or ask for least squares"
-    )
 
 
 LLAMA = Chain.of(

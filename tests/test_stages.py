@@ -10,7 +10,6 @@ from contextfold.calculus import (
     Affine,
     Bias,
     Capacity,
-    Demand,
     ExpertOutputs,
     Experts,
     Expression,
@@ -29,22 +28,7 @@ from contextfold.calculus import (
     formula,
 )
 from contextfold.calculus.spread import UNBOUNDED, Spread
-
-MATCH, REACH = Demand.MATCH, Demand.REACH
-NOT_ZERO = "its input is not 0, several are linearly independent"
-ONE_SCALE = "every entry of the vector that the scale multiplies is nonzero where its target is"
-SKIP = "the skip carries the difference on and has no parameter, so another branch must reach any wanted value"
-
-
-def fixed(name: str) -> str:
-    return f"{name} depends on the context and has no parameter here; steer something that reads it"
-
-
-def matrix(name: str, width: int) -> str:
-    return (
-        f"{name} reads {width} numbers, so it steers at most {width} positions; "
-        "fold fewer positions, or ask for least squares"
-    )
+from words import MATCH, NOT_ZERO, ONE_SCALE, REACH, SKIP, fixed, matrix
 
 
 def shift(name: str) -> str:

@@ -21,7 +21,7 @@ from contextfold.bake import Frame, answered, bake
 from contextfold.export import Checkpoint, PeftFolder, Source, export
 from contextfold.fold import fold_sequence, fold_token
 from contextfold.inspection import patch_json
-from contextfold.patch import BiasEdit, MatrixEdit, Patch, ScaleEdit
+from contextfold.patch import Patch
 from contextfold.spectra import spectra
 from contextfold.stepwise import Summary, Window, generate
 from contextfold.verify import Prompt, Settings, evaluate, fold_and_prove, fold_and_prove_sequence
@@ -204,14 +204,7 @@ def check_numbers(found: Any, where: str = "") -> None:
 def check_patch(patch: Patch, folder: Path) -> None:
     """Raises unless it is finite as it is, in its file, and in what is said of it."""
     for site, edit in patch.edits.items():
-        match edit:
-            case MatrixEdit(delta):
-                parts = [delta.B, delta.A]
-            case BiasEdit(delta):
-                parts = [delta]
-            case ScaleEdit(base, value, _):
-                parts = [base, value]
-        if not all(bool(torch.isfinite(part).all()) for part in parts):
+        if not all(bool(torch.isfinite(part).all()) for part in edit.tensors):
             raise AssertionError(f"the edit of {site.name} is not finite")
     path = patchfile.save(patch, folder / "patch.safetensors")
     check_numbers([patch_json(patchfile.load(path)), spectra(patch)])

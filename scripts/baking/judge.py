@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from bench import clock, peak_bytes, reset_peak
+from bench import clock
 from torch import Tensor
 
 from contextfold.anatomy import Bound
 from contextfold.bake import Example, Frame
+from contextfold.ceiling import peak_memory, reset_peak, used_memory
 from contextfold.verify import Effect
 from contextfold.verify.reusable import answer_logits, compare_answers
 
@@ -56,9 +55,9 @@ def measured(call: Callable[[], T]) -> tuple[T, Cost]:
     """The call's result and what it took."""
     _give_back()
     reset_peak()
-    before, started = _resident(), clock()
+    before, started = used_memory(), clock()
     result = call()
-    return result, Cost(clock() - started, max(peak_bytes() - before, 0))
+    return result, Cost(clock() - started, max(peak_memory() - before, 0))
 
 
 def _give_back() -> None:
@@ -67,8 +66,3 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _resident() -> int:
-    status = Path("/proc/self/status")
-    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1]) if status.exists() else peak_bytes()

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import bound_model, random_ids, reset_peak
+from bench import bound_model, random_ids
 
 from contextfold.anatomy import Bound
 from contextfold.bake import Example, Frame, bake
+from contextfold.ceiling import peak_memory, reset_peak, used_memory
 from contextfold.fold import fold_sequence, fold_token
 from scaling.costs import Shape
 from scaling.fit import OPERATIONS
@@ -63,7 +64,7 @@ def peaks(name: str, operations: Collection[str] = OPERATIONS) -> list[int]:
     for _, call in calls(bound_model(name), operations):
         before = _settled()
         call()
-        found.append(_memory("VmHWM") - before)
+        found.append(peak_memory() - before)
     return found
 
 
@@ -93,7 +94,7 @@ def measured(call: Callable[[], Any], runs: int) -> dict[str, Any]:
         found = call()
         spent.append(time.process_time() - started)
     assert found is not None
-    factors = sum(p.numel() * p.element_size() for edit in found.patch.edits.values() for p in _factors(edit))
+    factors = sum(p.nbytes for edit in found.patch.edits.values() for p in _factors(edit))
     row = {"seconds": round(min(spent), 4), "patch_bytes": factors}
     sites = getattr(found, "sites", None)
     if sites:
@@ -111,11 +112,7 @@ def _settled() -> int:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     reset_peak()
-    return _memory("VmRSS")
-
-
-def _memory(key: str) -> int:
-    return 1024 * int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return used_memory()
 
 
 def machine() -> dict[str, Any]:

@@ -27,7 +27,9 @@ __all__ = [
     "give_back_freed_memory",
     "peak_memory",
     "place",
+    "proc_status",
     "read_size",
+    "reset_peak",
     "size_text",
     "used_memory",
     "without_reserves",
@@ -75,13 +77,13 @@ def size_text(size: int) -> str:
 
 def used_memory() -> int:
     """Bytes of this process that are in memory now, mapped files included."""
-    return _status("VmRSS") or peak_memory() or 0
+    return proc_status("VmRSS") or peak_memory() or 0
 
 
 def peak_memory() -> int | None:
     """The most bytes of this process that were ever in memory at once, mapped files included; None where the system
     does not say."""
-    found = _status("VmHWM")
+    found = proc_status("VmHWM")
     if found is not None or importlib.util.find_spec("resource") is None:
         return found
     import resource
@@ -90,11 +92,18 @@ def peak_memory() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _status(name: str) -> int | None:
+def proc_status(name: str) -> int | None:
     """A figure of Linux's /proc/self/status, bytes; None on other systems."""
     path = Path("/proc/self/status")
     found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE) if path.exists() else None
     return None if found is None else int(found[1]) * 1024
+
+
+def reset_peak() -> None:
+    """Linux forgets the peak of a process when told so; elsewhere the peak since the start stands."""
+    file = Path("/proc/self/clear_refs")
+    if file.exists():
+        file.write_text("5")
 
 
 def without_reserves() -> None:
@@ -138,8 +147,8 @@ def place(name: str, source: str, dtype: torch.dtype, ceiling: int, **options: A
     import accelerate.big_modeling  # noqa: F401  # what it takes is part of what the process takes
 
     movable, stuck = _parts(skeleton)
-    small = sum(sum(map(_bytes, tensors)) for tensors in stuck.values())
-    sizes = {owner: sum(map(_bytes, module.parameters())) for owner, module in movable.items()}
+    small = sum(tensor.nbytes for tensors in stuck.values() for tensor in tensors)
+    sizes = {owner: sum(p.nbytes for p in module.parameters()) for owner, module in movable.items()}
     wide = torch.promote_types(dtype, torch.float32).itemsize
     edited = max((m.weight.numel() * wide for m in movable.values() if not isinstance(m, nn.Embedding)), default=0)
     needed = used_memory() + MARGIN + small + max(sizes.values(), default=0) + 2 * edited
@@ -236,7 +245,3 @@ def _tied(skeleton: Any, names: Iterable[str]) -> list[list[str]]:
     for name in names:
         groups.setdefault(id(skeleton.get_submodule(name).weight), []).append(name)
     return list(groups.values())
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

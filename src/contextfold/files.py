@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from safetensors import SafetensorError
 
@@ -47,6 +47,10 @@ def read_whole(path: Path, limit: int) -> bytes:
     return b"".join(parts)
 
 
+@overload
+def plain(found: Mapping[str, object]) -> dict[str, Any]: ...
+@overload
+def plain(found: Any) -> Any: ...
 def plain(found: Any) -> Any:
     """Plain data as JSON can hold it: null for a number that is infinite or none."""
     if isinstance(found, float):

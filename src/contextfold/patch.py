@@ -74,6 +74,10 @@ class MatrixEdit:
         return torch.addmm(stored.to(wide), left, right).to(stored.dtype)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.delta.B, self.delta.A
+
+    @property
     def device(self) -> torch.device:
         return self.delta.B.device
 
@@ -104,6 +108,10 @@ class BiasEdit:
         return (stored.double() + self.delta.to(stored.device).double()).to(stored.dtype)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.delta,)
+
+    @property
     def device(self) -> torch.device:
         return self.delta.device
 
@@ -132,6 +140,10 @@ class ScaleEdit:
 
     def merged(self, stored: Tensor, site: Site) -> Tensor:
         return (self.value.to(stored.device).double() - self.offset).to(stored.dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.base, self.value
 
     @property
     def device(self) -> torch.device:
@@ -218,17 +230,7 @@ class Patch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        total = 0
-        for edit in self.edits.values():
-            match edit:
-                case MatrixEdit(delta):
-                    tensors = [delta.B, delta.A]
-                case BiasEdit(delta):
-                    tensors = [delta]
-                case ScaleEdit(base, value, _):
-                    tensors = [base, value]
-            total += sum(t.numel() * t.element_size() for t in tensors)
-        return total
+        return sum(tensor.nbytes for edit in self.edits.values() for tensor in edit.tensors)
 
     @property
     def max_abs_dm(self) -> float:

@@ -101,7 +101,7 @@ def _parsed(source: Path, metadata: Mapping[str, str]) -> tuple[Header, list[Any
 
 def _check_storable(site: Site, edit: Edit) -> None:
     try:
-        for part in _pack(edit)[1].values():
+        for part in edit.tensors:
             _checked(part)
         _consistent(edit)
     except ValueError as error:

@@ -18,7 +18,7 @@ from contextfold.anatomy.layer import bind_layer
 from contextfold.anatomy.record import Family
 from contextfold.anatomy.refused import REFUSED
 from contextfold.anatomy.sharded import agree, blocks_of, check_sharded, held, is_sharded, refuse_sharded
-from contextfold.anatomy.wrapped import adapter_state, bare, in_memory, is_offloaded, lent_state, repacked
+from contextfold.anatomy.wrapped import adapter_state, bare, is_offloaded, lent_state, repacked, value_of
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Site
 
@@ -120,10 +120,8 @@ def weights_digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
         if tensor.device.type == "meta":
-            owner, _, parameter = name.rpartition(".")
-            module = model.get_submodule(owner)
-            with in_memory(module):
-                _feed(digest, getattr(module, parameter))
+            with value_of(model, name) as brought:
+                _feed(digest, brought)
         else:
             _feed(digest, tensor)
     digest.update(adapter_state(model).encode())

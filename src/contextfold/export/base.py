@@ -110,7 +110,7 @@ class Proof:
             "cut_gap": self.cut_gap,
             "remarks": list(self.remarks),
         }
-        return {name: plain(value) for name, value in found.items()}
+        return plain(found)
 
 
 class Exporter(ABC):

@@ -68,7 +68,7 @@ class Checkpoint(Exporter):
         """A file is put together in memory; so where weights are kept out of it, a file is as large as the largest."""
         if not any(is_offloaded(module) for module in model.modules()):
             return self.shard_size
-        return max(p.numel() * p.element_size() for p in model.parameters())
+        return max(p.nbytes for p in model.parameters())
 
     def check(self, source: Source, folder: Path, probe: Run) -> Proof:
         """Load with transformers, compare every tensor bit by bit, and the logits."""

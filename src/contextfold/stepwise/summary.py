@@ -114,7 +114,7 @@ class Summary:
             "mismatches": [_mismatch(token) for token in self.tokens if not token.match],
             "steps": [_step(token) for token in self.tokens],
         }
-        return {name: plain(value) for name, value in found.items()}
+        return plain(found)
 
 
 def _layer(proof: Proof) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from contextfold import models, prompts, suites
 from contextfold.anatomy import Bound
 from contextfold.bake import Example, Frame, answered, bake
+from contextfold.ceiling import proc_status, reset_peak
 from contextfold.errors import ContextfoldError, InputError
 from contextfold.questions import questions
 from contextfold.reproduce.engine import Bench
@@ -56,7 +55,7 @@ class Worker:
             payload = self._bake(job, bound) if job.kind == "bake" else self._fold(job, bound)
         except FAILURES as error:
             return failed_row(job, digest, error, round(time.monotonic() - started, 3))
-        return row_of(job, digest, payload, round(time.monotonic() - started, 3), peak_bytes())
+        return row_of(job, digest, payload, round(time.monotonic() - started, 3), proc_status("VmHWM"))
 
     def _bound(self, job: Job) -> Bound:
         if job.source in self._refused:
@@ -143,17 +142,3 @@ class _Ask:
                 temperature=0.0 if seed is None else 1.0, seed=seed or 0,
             )  # fmt: skip
         return self._memory[key]
-
-
-def reset_peak() -> None:
-    """Linux forgets the peak of a process when told so."""
-    file = Path("/proc/self/clear_refs")
-    if file.exists():
-        file.write_text("5")
-
-
-def peak_bytes() -> int | None:
-    """Largest resident memory of this process since `reset_peak`; None where the system does not say."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
-    return None if found is None else 1024 * int(found[1])

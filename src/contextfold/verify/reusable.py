@@ -194,7 +194,7 @@ class ReusableVerdict:
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
         u = self.unpatched.mean
-        found = {
+        found: dict[str, object] = {
             "model": self.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "estimator": self.method,
@@ -218,7 +218,7 @@ class ReusableVerdict:
             "remarks": list(self.remarks),
             "receipt": dict(self.receipt),
         }
-        return {name: plain(value) for name, value in found.items()}
+        return plain(found)
 
     def _question_rows(self) -> list[dict[str, Any]]:
         rows = zip(self.spoken, self.unpatched.kl_nats, self.patched.patched.kl_nats, strict=True)

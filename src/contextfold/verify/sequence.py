@@ -148,7 +148,7 @@ class SequenceVerdict:
             "patch_bytes": self.patch_bytes,
             "receipt": dict(self.receipt),
         }
-        return {name: plain(value) for name, value in found.items()}
+        return plain(found)
 
     def _position_rows(self) -> list[dict[str, Any]]:
         rows = zip(

@@ -124,7 +124,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; documented in `docs/json.md`."""
-        found = {
+        found: dict[str, object] = {
             "model": self.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "rule": self.rule,
@@ -156,7 +156,7 @@ class Verdict:
             "patch_bytes": max(step.patch_bytes for step in self.steps),
             "receipt": dict(self.receipt),
         }
-        return {name: plain(value) for name, value in found.items()}
+        return plain(found)
 
     def mismatches(self) -> list[dict[str, float]]:
         """Every top-1 disagreement of the written patch, with the margin that it overcame."""
