@@ -27,15 +27,32 @@ WAITS = {"item", "tolist", "nonzero", "masked_select", "unique", "equal", "allcl
 ACROSS = {"copy_", "__getitem__", "__setitem__", "index_put_", "data.__set__", "_has_compatible_shallow_copy_type"}
 """Calls that may be given tensors of both devices: copies, and an index from the host."""
 
+NORMS = {"linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"}
+"""Of the calls that begin like those that factor a matrix, the ones that do not."""
+
 
 class Machine(TorchFunctionMode):
-    """Within it, `cuda` is a device like any other; `waits` counts by file and line."""
+    """Within it, `cuda` is a device like any other; `waits` counts by file and line.
 
-    def __init__(self) -> None:
+    `capability`: that of the device, in CUDA's numbers. `solves` counts what is factored in float64, by where.
+    """
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         super().__init__()
+        self.capability = capability
+        self.solves: Counter[torch.device] = Counter()
         self._there: dict[int, bool | None] = {}
         """By the address of its memory, whether a tensor is on the device; None where nobody can tell."""
         self.waits: Counter[str] = Counter()
+
+    def __enter__(self) -> Machine:
+        self._real = torch.cuda.get_device_capability
+        torch.cuda.get_device_capability = lambda device=None: self.capability
+        return super().__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        torch.cuda.get_device_capability = self._real
+        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -52,6 +69,8 @@ class Machine(TorchFunctionMode):
             asked = kwargs.pop("device")
             there = there if asked is None else _is_there(asked)
             return self._noted(func(*args, **kwargs), there, tensors)
+        if name.startswith(("linalg_", "cholesky")) and name not in NORMS and tensors[0].dtype == torch.float64:
+            self.solves[THERE if there else HERE] += 1
         self._check(name, tensors, args, there)
         return self._noted(func(*args, **kwargs), there, tensors)
 

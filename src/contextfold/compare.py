@@ -15,6 +15,7 @@ from torch import Tensor
 from contextfold.errors import PatchMismatch
 from contextfold.lowrank import LowRank
 from contextfold.patch import BiasEdit, Edit, MatrixEdit, Patch, ScaleEdit, Site
+from contextfold.solving import solved
 
 __all__ = [
     "KINDS",
@@ -158,8 +159,8 @@ def _angles(first: Tensor, second: Tensor) -> Tensor:
     if narrow.shape[1] == 0:
         return narrow.new_zeros(0)
     across = wide.T @ narrow
-    cosines = torch.linalg.svdvals(across).clamp(max=1.0)
-    sines = torch.linalg.svdvals(narrow - wide @ across).flip(0).clamp(max=1.0)
+    cosines = solved(torch.linalg.svdvals, across).clamp(max=1.0)
+    sines = solved(torch.linalg.svdvals, narrow - wide @ across).flip(0).clamp(max=1.0)
     return torch.where(cosines**2 > 0.5, torch.arcsin(sines), torch.arccos(cosines))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from contextfold.solving import solved
+
 __all__ = [
     "Inversion",
     "LowRank",
@@ -95,9 +97,9 @@ class LowRank:
         """`U (out, k), S (k,), Vt (k, in)` of the product, k = min(r, out, in); the product is not formed."""
         if self.rank == 0:  # LAPACK refuses a matrix without columns, aloud
             return self.B, self.B.new_zeros(0), self.A
-        Qb, Rb = torch.linalg.qr(self.B)
-        Qa, Ra = torch.linalg.qr(self.A.T)
-        U, S, Vt = torch.linalg.svd(Rb @ Ra.T, full_matrices=False)
+        Qb, Rb = solved(torch.linalg.qr, self.B)
+        Qa, Ra = solved(torch.linalg.qr, self.A.T)
+        U, S, Vt = solved(torch.linalg.svd, Rb @ Ra.T, full_matrices=False)
         return Qb @ U, S, Vt @ Qa.T
 
 
@@ -141,16 +143,16 @@ class Metric:
         H = typical.double()
         K = H.T @ H / H.shape[0]
         K.diagonal().add_(ridge * K.diagonal().mean())
-        return cls(torch.linalg.cholesky(K))
+        return cls(solved(torch.linalg.cholesky, K))
 
     def whiten(self, rows: Tensor) -> Tensor:
         """`x L⁻ᵀ` for rows `(n, in)`."""
-        white: Tensor = torch.linalg.solve_triangular(self.L, rows.T, upper=False)
+        white: Tensor = solved(torch.linalg.solve_triangular, self.L, rows.T, upper=False)
         return white.T
 
     def back(self, A: Tensor) -> Tensor:
         """`A L⁻¹` for factors `(r, in)`."""
-        factors: Tensor = torch.linalg.solve_triangular(self.L.T, A.T, upper=True)
+        factors: Tensor = solved(torch.linalg.solve_triangular, self.L.T, A.T, upper=True)
         return factors.T
 
 
@@ -192,8 +194,8 @@ def _wide_svd(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     LAPACK does the same for rows as they are, by a slower path: up to four times the seconds for a few long rows.
     """
-    Q, R = torch.linalg.qr(rows.T)
-    U, sigma, Vt = torch.linalg.svd(R.T, full_matrices=False)
+    Q, R = solved(torch.linalg.qr, rows.T)
+    U, sigma, Vt = solved(torch.linalg.svd, R.T, full_matrices=False)
     return U, sigma, Vt @ Q.T
 
 

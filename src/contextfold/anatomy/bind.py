@@ -21,6 +21,7 @@ from contextfold.anatomy.sharded import agree, blocks_of, check_sharded, held, i
 from contextfold.anatomy.wrapped import adapter_state, bare, is_offloaded, lent_state, repacked, value_of
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.patch import Site
+from contextfold.solving import has_float64
 
 __all__ = ["Bound", "Weights", "check_in_memory", "check_state", "family_of", "resolve", "weights_digest"]
 
@@ -210,6 +211,7 @@ def check_state(model: nn.Module) -> None:
     if dropping is not None:
         raise UnsupportedModel(f"{dropping} is in training mode, where dropout makes runs differ; call model.eval()")
     _refuse_absent(model, [n for n, p in model.named_parameters() if p.device.type == "meta" and not _held(model, n)])
+    _refuse_without_float64(model)
     check_sharded(model)
     packed = repacked(model)
     if packed is not None:
@@ -217,6 +219,14 @@ def check_state(model: nn.Module) -> None:
             f"{packed} is a Linear4bit of bitsandbytes on a CPU where it packs its weights anew in its first forward "
             "and damages them when they are read; set support_avx512bf16_for_cpu = False on such modules before that, "
             "or quantise with another library"
+        )
+
+
+def _refuse_without_float64(model: nn.Module) -> None:
+    device = next((p.device for p in model.parameters() if not has_float64(p.device)), None)
+    if device is not None:
+        raise UnsupportedModel(
+            f"the model lies on {device}, which has no float64, and updates are solved in it; call model.to('cpu')"
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from contextfold.lowrank import LowRank
+from contextfold.solving import solved
 
 __all__ = ["Moments", "Ridge", "left_out"]
 
@@ -74,7 +75,7 @@ class Moments:
         if self._sums is not None:
             gram, cross = self._sums
             lam = penalty(gram, lam0)
-            D = torch.cholesky_solve(cross.T, _factor(gram, lam)).T
+            D = solved(torch.cholesky_solve, cross.T, _factor(gram, lam)).T
             energy = D @ cross.T
             U = _leading(energy, tol)
             delta = LowRank(U, U.T @ D)
@@ -82,9 +83,9 @@ class Moments:
             s, t = (torch.cat(side).double() for side in zip(*self._rows, strict=True))
             gram = s @ s.T
             lam = penalty(gram, lam0)
-            weights = torch.cholesky_solve(t, _factor(gram, lam))
+            weights = solved(torch.cholesky_solve, t, _factor(gram, lam))
             # D = weightsᵀ s and its energy lie in what the rows of t span: neither (out, in) nor (out, out) is formed.
-            span = torch.linalg.qr(t.T)[0]
+            span = solved(torch.linalg.qr, t.T)[0]
             left = span.T @ weights.T
             energy = left @ (gram @ (t @ span))
             U = _leading(energy, tol)
@@ -103,13 +104,13 @@ def penalty(gram: Tensor, lam0: float) -> float:
 def _factor(gram: Tensor, lam: float) -> Tensor:
     regular = gram.clone()
     regular.diagonal().add_(lam)
-    factor: Tensor = torch.linalg.cholesky(regular)
+    factor: Tensor = solved(torch.linalg.cholesky, regular)
     return factor
 
 
 def _leading(energy: Tensor, tol: float) -> Tensor:
     """Leading eigenvectors `(·, r)` of `energy`, the largest first, that leave out at most `tol` of its trace."""
-    values, vectors = torch.linalg.eigh((energy + energy.T) / 2)
+    values, vectors = solved(torch.linalg.eigh, (energy + energy.T) / 2)
     values = values.clamp_min(0)
     lost = values.cumsum(0) <= tol * float(values.sum())
     kept: Tensor = vectors[:, ~lost].flip(1)
@@ -128,7 +129,7 @@ def left_out(s: Tensor, t: Tensor, groups: Tensor, grid: tuple[float, ...]) -> t
     if total == 0:  # nothing is wanted, so nothing is missed
         return (0.0,) * len(grid)
     gram = s.T @ s
-    values, Q = torch.linalg.eigh(gram)
+    values, Q = solved(torch.linalg.eigh, gram)
     values, Z = values.clamp_min(0), s @ Q
     cross = Z.T @ t
     errors = []
@@ -140,6 +141,6 @@ def left_out(s: Tensor, t: Tensor, groups: Tensor, grid: tuple[float, ...]) -> t
             rows = groups == group
             M = (Z[rows] * shrink) @ Z[rows].T
             own = torch.eye(M.shape[0], dtype=M.dtype, device=M.device) - M
-            missed += float(torch.linalg.solve(own, rest[rows]).square().sum())
+            missed += float(solved(torch.linalg.solve, own, rest[rows]).square().sum())
         errors.append(missed / total)
     return tuple(errors)

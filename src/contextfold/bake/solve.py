@@ -18,6 +18,7 @@ from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import factor_dtype
 from contextfold.rules import refit_scale
 from contextfold.rules.base import finite, refuse_if
+from contextfold.solving import solved
 
 __all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve", "visited"]
 
@@ -138,7 +139,7 @@ def _guard(joint: Joint, stops: Stops) -> Tensor:
     """An orthonormal basis `(k, in)` of what the kept tokens put in, float64."""
     guard = stops[0][1].guard.double()
     finite(joint.name, guard=guard)
-    _, sizes, Vt = torch.linalg.svd(guard, full_matrices=False)
+    _, sizes, Vt = solved(torch.linalg.svd, guard, full_matrices=False)
     basis: Tensor = Vt[sizes > 1e-6 * sizes[0]]
     return basis
 

@@ -32,6 +32,7 @@ from contextfold.calculus import (
 )
 from contextfold.errors import InputError, NotControllable
 from contextfold.outcomes import Finding, Outcome
+from contextfold.solving import solved
 
 __all__ = ["Trace", "matrix", "trace"]
 
@@ -96,7 +97,7 @@ class Trace:
             case Scale(offset=offset):
                 return _divided(stage.module, target, _stored(self.block, stage) + offset)
             case Affine():
-                right_inverse: Tensor = torch.linalg.pinv(matrix(self.block, stage))
+                right_inverse: Tensor = solved(torch.linalg.pinv, matrix(self.block, stage))
                 return target @ right_inverse.T
             case _:
                 raise InputError(f"nothing is traced back through {type(stage).__name__}")

@@ -17,6 +17,7 @@ from contextfold.calculus import Pointwise, Skip
 from contextfold.fold.dynamics import growing
 from contextfold.reproduce.engine import Bench
 from contextfold.reproduce.regression import Batch, Recipe, RegressionBlock, Regressor, Shape, draw, smoothed, trained
+from contextfold.solving import solved
 
 __all__ = ["describe", "errors", "measure_block", "measure_stack", "new_tasks"]
 
@@ -190,7 +191,7 @@ def _static(model: Regressor, batch: Batch, queries: Sequence[int], tests: int =
         bare = (_with_weight(model, W, a[-tests:]) - wanted).norm()
         row = []
         for count in queries:
-            D = torch.linalg.lstsq(a[:count].double(), (a_C - a)[:count].double(), driver="gelsd").solution.T
+            D = solved(torch.linalg.lstsq, a[:count].double(), (a_C - a)[:count].double(), driver="gelsd")[0].T
             moved = a[-tests:] + (a[-tests:].double() @ D.T).float()
             row.append(float((_with_weight(model, W, moved) - wanted).norm() / bare))
         shares.append(row)

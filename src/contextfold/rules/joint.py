@@ -33,6 +33,7 @@ from contextfold.outcomes import Finding, Outcome
 from contextfold.rules.base import MATRIX, UpdateRule, finite, refuse_if
 from contextfold.rules.lengths import fit_lengths
 from contextfold.rules.postnorm import floored_scale
+from contextfold.solving import solved
 
 __all__ = ["JointPostNorm", "JointScale", "JointSolution", "joint_scale"]
 
@@ -99,7 +100,7 @@ def _dual_maximum(H: Tensor, lam: Tensor, pull: float, may_give_up: bool = False
         s = lam @ H
         slope = H @ s.rsqrt() - 1 - pull * lam
         curve = 0.5 * (H * s**-1.5) @ H.T + pull * torch.eye(H.shape[0], dtype=torch.float64, device=H.device)
-        step = torch.linalg.solve(curve, slope)
+        step = solved(torch.linalg.solve, curve, slope)
         decrement = float(slope @ step)
         if decrement <= 1e-18 * max(1.0, abs(value)) or (may_give_up and _hopeless(lam)):
             break
