@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from contextfold import processes
-from contextfold.ceiling import Placement, give_back_freed_memory, place, without_reserves
+from contextfold import processes, room
+from contextfold.ceiling import Placement, give_back_freed_memory, place, used_memory, without_reserves
 from contextfold.conversion import (
     UNREADABLE,
     converted,
@@ -161,7 +161,8 @@ def load(
 
     `max_memory` is a ceiling, in bytes, on what the whole process takes at its peak: as many weights stay in their
     files as that asks for (`contextfold.ceiling`), and `Loaded.placement` says which. From then on the process gives
-    memory back when it is freed, and keeps no reserves.
+    memory back when it is freed, and keeps no reserves. The next
+    load without a ceiling lifts it.
 
     `shared` shares the weights out over the processes that `torchrun` started, by the tensor-parallel plan of
     transformers; every process has to call this.
@@ -174,6 +175,7 @@ def load(
     if shared and max_memory is not None:
         raise InputError("a model is either shared out over processes or kept under a ceiling on memory; choose one")
     how = _How(dtype, attention, max_memory, shared)
+    room.limit(None if max_memory is None else lambda: max_memory - used_memory())
     if max_memory is not None:
         without_reserves()
     for builtin in BUILTINS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contextfold.bake.moments import Moments, left_out, penalty
+from contextfold.bake.moments import Moments, Ridge, left_out, penalty
 
 
 def rows(n: int, inner: int, outer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,9 +59,13 @@ def test_guarded_inputs_are_not_touched() -> None:
 def test_a_tolerance_lowers_the_rank_and_costs_no_more_than_it_says() -> None:
     s, t = rows(60, 12, 8)
     t = t * torch.logspace(0, -3, 8, dtype=torch.float64)
-    whole = Moments(12, 8, none(12))
-    whole.add(s, t)
-    full, low = whole.solve(1e-3), whole.solve(1e-3, tol=1e-2)
+
+    def solved(tol: float) -> Ridge:
+        whole = Moments(12, 8, none(12))
+        whole.add(s, t)
+        return whole.solve(1e-3, tol)
+
+    full, low = solved(0.0), solved(1e-2)
     assert low.delta.rank < full.delta.rank == 8
 
     def objective(D: torch.Tensor) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from contextfold.bake.tiles import Tiles
 from contextfold.lowrank import LowRank
 from contextfold.solving import solved
 
@@ -34,10 +36,12 @@ class Moments:
     inner: int
     outer: int
     guarded: Tensor
+    rows: int = 0
+    """How many rows are to come, where that is known: those that will be summed need not be kept first."""
     total: float = 0.0
     count: int = 0
     _rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _sums: tuple[Tensor, Tensor] | None = None
+    _sums: Tiles | None = None
 
     def unguarded(self, s: Tensor) -> Tensor:
         """Sources `(n, in)` without their part in the guarded span."""
@@ -49,36 +53,29 @@ class Moments:
         self.total += float(t.double().square().sum())
         self.count += s.shape[0]
         self._rows.append((self.unguarded(s), t))
-        if self._sums is None and self.count < self.inner:
+        if self._sums is None and max(self.count, self.rows) < self.inner:
             return
-        gram, cross = self._sums or (
-            s.new_zeros(self.inner, self.inner, dtype=torch.float64),
-            s.new_zeros(self.outer, self.inner, dtype=torch.float64),
-        )
-        for source, wanted in self._rows:
-            gram += source.T @ source
-            cross += wanted.T @ source
-        self._sums = gram, cross
-        self._rows.clear()
+        self._sums = self._sums or Tiles(self.inner, self.outer, s)
+        while self._rows:
+            self._sums.add(*self._rows.pop(0))
 
-    def sums(self) -> dict[str, Tensor]:
-        """What was summed so far, by name: products of what is finite need not be."""
-        return {} if self._sums is None else {"s s": self._sums[0], "t s": self._sums[1]}
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        """What was summed so far, by name and in parts: products of what is finite need not be."""
+        return iter(()) if self._sums is None else self._sums.parts()
 
     def solve(self, lam0: float, tol: float = 0.0) -> Ridge:
         """`D = T Sᵀ (S Sᵀ + lam I)⁻¹`, `lam = lam0 ‖S Sᵀ‖_F² / tr(S Sᵀ)` (equation sheet, section 6), in float64.
 
         With fewer rows than inputs, `D = T (Sᵀ S + lam I)⁻¹ Sᵀ`, the same matrix. Directions of the output that carry
         less than `tol` of what is explained together are dropped: the kept ones are the leading eigenvectors of
-        `D (S Sᵀ + lam I) Dᵀ`, the order in which they serve the objective.
+        `D (S Sᵀ + lam I) Dᵀ`, the order in which they serve the objective. Sums are used up.
         """
         if self._sums is not None:
-            gram, cross = self._sums
-            lam = penalty(gram, lam0)
-            D = solved(torch.cholesky_solve, cross.T, _factor(gram, lam)).T
-            energy = D @ cross.T
+            sums, self._sums = self._sums, None
+            lam = sums.penalty(lam0)
+            energy = sums.eliminate(lam)
             U = _leading(energy, tol)
-            delta = LowRank(U, U.T @ D)
+            delta = LowRank(U, sums.substitute(U))
         else:
             s, t = (torch.cat(side).double() for side in zip(*self._rows, strict=True))
             gram = s @ s.T

@@ -158,12 +158,14 @@ def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
 
 
 def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) -> BakedSite:
-    moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops))
+    rows = sum(reduced.source.shape[0] for _, reduced in stops)
+    moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops), rows)
     for full, reduced in stops:
         s, t = joint.wanted(full, reduced)
         finite(joint.name, s=s, t=t)
         moments.add(s, t)
-    finite(joint.name, **moments.sums())
+    for name, part in moments.sums():
+        finite(joint.name, **{name: part})
     ridge = moments.solve(lam0, tol)
     kept = ridge.delta.to(factor_dtype(stops[0][1].source.dtype))
     _fits(joint.name, kept.B, kept.A)
