@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["left", "limit"]
+__all__ = ["bytes_left", "limit"]
 
 _asked: list[Callable[[], int]] = []
 
@@ -14,6 +14,6 @@ def limit(left: Callable[[], int] | None) -> None:
     _asked[:] = [] if left is None else [left]
 
 
-def left() -> int | None:
+def bytes_left() -> int | None:
     """Bytes up to the ceiling of this process; None without one."""
     return _asked[0]() if _asked else None

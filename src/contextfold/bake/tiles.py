@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from contextfold import room
 from contextfold.errors import InputError
+from contextfold.room import bytes_left
 from contextfold.solving import solved
 
 __all__ = ["TILE", "Tiles"]
@@ -36,7 +36,7 @@ class Tiles:
         widths = [span.stop - span.start for span in self.spans]
         shapes = [(a, b) for i, a in enumerate(widths) for b in widths[: i + 1]] + [(a, outer) for a in widths]
         size = sum(a * b for a, b in shapes)
-        left = room.left() if like.device.type == "cpu" else None
+        left = bytes_left() if like.device.type == "cpu" else None
         self._file = None
         if left is not None and 8 * (size + outer * inner + 4 * outer * outer) > left:
             self._file = _scratch(8 * size)
