@@ -93,9 +93,7 @@ class OuterJoint(Joint):
         source = whole_input(m, first_tensor(args, kwargs))
         if self.delta is None:
             parts = tuple(lane.parts.pop((self, k)) for k in range(len(self.base)))
-            # Only the run that is edited is asked what the map reads there.
-            rows = lane.pick(source) if lane.edited else source.new_empty(0, source.shape[-1])
-            self.steps.arrive(Stop(self, rows, lane.pick(output), parts, lane.guard(source)))
+            self.steps.arrive(Stop(self, source, lane, lane.pick(output), parts, lane.guard(source)))
         if not lane.edited or self.delta is None:
             return None
         return (output + self.delta(source.to(self.delta.B.dtype))).to(output.dtype)
@@ -121,7 +119,7 @@ class OuterJoint(Joint):
         g, p = self.branch(full, reduced), reduced.output.double()
         if self.norm is not None:
             return self._through_norm(self.norm, g, p, reduced.source)
-        return reduced.source, (g - p).to(reduced.source.dtype)
+        return reduced.source, (g - p).to(reduced.read.dtype)
 
     @staticmethod
     def _through_norm(norm: Norm, g: Tensor, p: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,15 +164,14 @@ class InnerJoint(Joint):
             return None
         z = first_tensor(args, kwargs)
         if self.delta is None:
-            rows = lane.pick(z)
-            self.steps.arrive(Stop(self, rows, rows, (), lane.guard(z)))
+            self.steps.arrive(Stop(self, z, lane, lane.pick(z), (), lane.guard(z)))
         if not lane.edited or self.delta is None:
             return None
         moved = (z + self.delta(z.to(self.delta.B.dtype))).to(z.dtype)
         return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): moved})
 
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
-        return reduced.source, full.source - reduced.source
+        return reduced.output, full.output - reduced.output
 
     def edits(self) -> dict[Site, Edit]:
         if self.delta is None:

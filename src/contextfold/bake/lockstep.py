@@ -22,14 +22,21 @@ class Stop:
     """What a forward has in hand where it stopped: rows of a map's input and output, and of what its result joins."""
 
     place: object
-    source: Tensor
-    """`(n, in)`; no rows where nobody asks."""
+    read: Tensor
+    """What the map reads, of all tokens: the forward holds it anyway, and a copy of the counting rows of every forward
+    at once would take as much again."""
+    lane: Lane
     output: Tensor
     """`(n, out)`."""
     parts: tuple[Tensor, ...]
     """`(n, d)` each: values that add up, times their factors, to what the result joins."""
     guard: Tensor
     """`(k, in)`: inputs of the kept tokens."""
+
+    @property
+    def source(self) -> Tensor:
+        """`(n, in)`, a new copy."""
+        return self.lane.pick(self.read)
 
 
 @dataclass(eq=False)

@@ -158,7 +158,7 @@ def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
 
 
 def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) -> BakedSite:
-    rows = sum(reduced.source.shape[0] for _, reduced in stops)
+    rows = sum(reduced.output.shape[0] for _, reduced in stops)
     moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops), rows)
     for full, reduced in stops:
         s, t = joint.wanted(full, reduced)
@@ -167,7 +167,7 @@ def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) ->
     for name, part in moments.sums():
         finite(joint.name, **{name: part})
     ridge = moments.solve(lam0, tol)
-    kept = ridge.delta.to(factor_dtype(stops[0][1].source.dtype))
+    kept = ridge.delta.to(factor_dtype(stops[0][1].read.dtype))
     _fits(joint.name, kept.B, kept.A)
     joint.delta = kept
     if isinstance(joint, OuterJoint) and joint.norm is not None:
