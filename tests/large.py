@@ -1,10 +1,11 @@
 """A model that is larger than what a process may take, and the work on it in a process of its own.
 
-`python large.py FOLDER ROOM` prints one line of JSON: sizes in bytes, and what was proven.
+`python large.py WORK FOLDER ROOM` prints one line of JSON: sizes in bytes, and what was proven.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -45,9 +46,9 @@ def save(folder: Path, **settings: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def measured(folder: Path, room: int) -> dict[str, Any]:
-    """The work of `main` in a process of its own. `room`: bytes above what the process takes without a model."""
-    command = [sys.executable, __file__, str(folder), str(room)]
+def measured(folder: Path, room: int, work: str = "main") -> dict[str, Any]:
+    """`main` or `sums` in a process of its own. `room`: bytes above what the process takes without a model."""
+    command = [sys.executable, __file__, work, str(folder), str(room)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -107,5 +108,42 @@ def _worked(loaded: Any) -> dict[str, Any]:
     }
 
 
+WIDE = {"hidden_size": 64, "intermediate_size": 3072, "num_hidden_layers": 1}
+"""A map of so many inputs that the sums of a bake take more than the model."""
+
+
+def sums(folder: str, room: int) -> dict[str, Any]:
+    """A bake from more rows than a map has inputs, under a ceiling and then without one."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import contextfold.bake.solve
+    import contextfold.models
+    from contextfold.anatomy import bind
+    from contextfold.bake import Example, Frame, bake
+    from contextfold.bake.tiles import Tiles
+    from contextfold.ceiling import peak_memory, reset_peak, used_memory
+    from tiny import tokens
+
+    contextfold.bake.tiles.TILE //= 2  # so that little of so small a file is in memory at once
+    made: list[Tiles] = []
+    contextfold.bake.moments.Tiles = lambda *shape: made.append(Tiles(*shape)) or made[-1]
+    before = used_memory()
+    found: dict[str, Any] = {"ceiling": before + room}
+    frame = Frame(tokens(2), tokens(30, seed=1))
+    examples = [Example(tokens(65, seed=k), 1) for k in range(48)]
+    for name, ceiling in (("kept", before + room), ("free", None)):
+        bound = bind(contextfold.models.load(folder, max_memory=ceiling).model)
+        reset_peak()
+        patch = bake(bound, frame, examples, batch=8).patch
+        found[name] = {"peak": peak_memory(), "on_disk": [t.on_disk for t in made]}
+        found[name]["sums"] = sum(tile.nbytes for t in made for _, tile in t.parts())
+        factors = [part for edit in patch.edits.values() for part in (edit.delta.B, edit.delta.A)]
+        found[name]["factors"] = hashlib.sha256(b"".join(f.contiguous().numpy().tobytes() for f in factors)).hexdigest()
+        made.clear()
+        del factors, patch, bound
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))  # noqa: T201
+    work = {"main": main, "sums": sums}[sys.argv[1]]
+    print(json.dumps(work(sys.argv[2], int(sys.argv[3]))))  # noqa: T201

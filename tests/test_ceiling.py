@@ -226,3 +226,15 @@ def test_a_model_of_three_times_the_room_is_folded_and_baked_within_it(tmp_path)
     assert kept["token"]["worst_logit_gap"] < 1e-5 * kept["token"]["unpatched_logit_gap"]
     assert kept["sequence"]["gap"] < 1e-5 * kept["sequence"]["unpatched"]
     assert kept["bake"]["recovered"] > 0.8 > 0.2 > kept["bake"]["random"]
+
+
+def test_a_bake_whose_sums_do_not_fit_keeps_its_ceiling(tmp_path):
+    """The sums of the output map lie on disk; without the ceiling, in memory, the same bake passes it."""
+    large.save(tmp_path / "model", **large.WIDE)
+    room = 160 * 2**20
+    found = large.measured(tmp_path / "model", room, "sums")
+    assert found["kept"]["on_disk"] == [False, True], "attention has few inputs"
+    assert found["free"]["on_disk"] == [False, False]
+    assert found["kept"]["sums"] > 40 * 2**20
+    assert found["kept"]["peak"] <= found["ceiling"] < found["free"]["peak"]
+    assert found["kept"]["factors"] == found["free"]["factors"]
