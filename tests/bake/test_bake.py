@@ -92,6 +92,31 @@ def test_anchors_hold_other_questions_in_place() -> None:
     assert drift(held) < 0.3 * drift(free)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_emphasis_brings_answers_nearer_and_leaves_questions_further(name: str) -> None:
+    bound = bind(tiny.build(name))
+    # More tokens than inputs, so that not all can be met.
+    examples = answered(bound, FRAME.full, questions(30, 50), tokens=4)
+
+    def missed(emphasis: float) -> tuple[float, float]:
+        """Of the logits, where answers are said and where questions are read; token by token, without padding."""
+        patch = bake(bound, FRAME, examples, lam0=1e-3, emphasis=emphasis).patch
+        found = [0.0, 0.0]
+        for e in examples:
+            n = e.tail.numel()
+            wanted = run(bound.model, _run(torch.cat([FRAME.full, e.tail])), last=n)
+            with materialised(bound, patch):
+                given = run(bound.model, _run(torch.cat([FRAME.kept, e.tail])), last=n)
+            squares = (wanted - given).square().mean(-1)
+            found[0] += float(squares[e.answer - 1 :].sum())
+            found[1] += float(squares[: e.answer - 1].sum())
+        return found[0], found[1]
+
+    low, even, high = (missed(emphasis) for emphasis in (0.01, 1.0, 100.0))
+    assert low[0] > 1.1 * even[0] > 1.1**2 * high[0]
+    assert high[1] > 1.1 * even[1]
+
+
 def test_batches_do_not_change_the_answer_or_the_patch(bound: Bound) -> None:
     asked = questions(7, 50)
     together = answered(bound, FRAME.full, asked, tokens=4)
@@ -175,6 +200,8 @@ def test_left_out_questions_can_choose_the_penalty() -> None:
         ({"method": "magic"}, "estimator 'magic' is unknown"),
         ({"lam0": 0.0}, "it must be positive"),
         ({"tol": 1.0}, "tol is 1.0"),
+        ({"emphasis": 0.0}, "emphasis is 0.0; it must be positive"),
+        ({"emphasis": float("nan")}, "emphasis is nan"),
         ({"examples": ()}, "no example on which the context acts"),
         ({"examples": (Example(torch.tensor([500]), 0),)}, "outside 0..100"),
     ],

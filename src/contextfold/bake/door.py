@@ -22,7 +22,12 @@ from contextfold.notebook import card, short
 from contextfold.patch import Edit, Patch, Site
 from contextfold.store import Store, key_of
 
-__all__ = ["Baked", "bake", "places"]
+__all__ = ["EMPHASIS", "Baked", "bake", "places"]
+
+EMPHASIS = 16.0
+"""What an error counts where an answer is said, in units of one where a question is read; see docs/bake.md."""
+
+MOST = 1e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +56,7 @@ def bake(
     method: str = ESTIMATORS[0].name,
     lam0: float | None = 1e-2,
     tol: float = 1e-3,
+    emphasis: float = EMPHASIS,
     batch: int = 16,
     store: Path | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
@@ -68,6 +74,8 @@ def bake(
         method: name of an estimator of `ESTIMATORS`.
         lam0: penalty of the ridge relative to the mean eigenvalue; None lets questions that are left out decide.
         tol: share of what is explained that may be given up for a lower rank.
+        emphasis: how much more the square of what is missed counts where a token of an answer is to be said than where
+            the question is read.
         batch: examples that run together; memory grows with it.
         store: a folder in which solved places are kept, so that a bake that was stopped goes on where it was, with the
             same bits. They stay there until `contextfold.store.clear(folder)`, for when the patch is safe; those of
@@ -78,13 +86,13 @@ def bake(
     """
     bound = model if isinstance(model, Bound) else bind(model)
     chosen = estimator(method)
-    _check(bound, frame, examples, lam0, tol)
+    _check(bound, frame, examples, lam0, tol, emphasis)
     joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, chosen.roles)]
     if not joints:
         raise UnsupportedModel(f"{bound.model_type} has none of {', '.join(chosen.roles)}; choose another estimator")
     work = None
     if store is not None:
-        work = Store(store, key_of(bound, "bake", digest_of(frame, examples), chosen, lam0, tol, batch))
+        work = Store(store, key_of(bound, "bake", digest_of(frame, examples), chosen, lam0, tol, emphasis, batch))
     reports: dict[str, BakedSite] = {}
     for joint in joints:
         report = None if work is None else kept(work, joint, bound.device)
@@ -98,7 +106,7 @@ def bake(
         progress(len(reports), len(joints))
 
     if len(reports) < len(joints):
-        solve(joints, pairs_of(bound.model, frame, examples, batch), lam0, tol, solved)
+        solve(joints, pairs_of(bound.model, frame, examples, batch, emphasis), lam0, tol, solved)
     patch = _patch(bound, frame, joints, chosen.roles)
     return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
 
@@ -109,7 +117,9 @@ def places(bound: Bound, method: str) -> int:
     return sum(len(joints_of(bound.model, block, roles)) for block in bound.blocks)
 
 
-def _check(bound: Bound, frame: Frame, examples: Sequence[Example], lam0: float | None, tol: float) -> None:
+def _check(
+    bound: Bound, frame: Frame, examples: Sequence[Example], lam0: float | None, tol: float, emphasis: float
+) -> None:
     if not any(example.moves for example in examples):
         raise InputError("there is no example on which the context acts; give at least one question")
     for name, ids in (("kept", frame.kept), ("context", frame.context), *(("example", e.tail) for e in examples)):
@@ -119,6 +129,8 @@ def _check(bound: Bound, frame: Frame, examples: Sequence[Example], lam0: float 
             raise InputError(f"{name} has token ids outside 0..{bound.vocabulary - 1}; was another tokenizer used?")
     if lam0 is not None and not lam0 > 0:
         raise InputError(f"the penalty lam0 is {lam0}; it must be positive, or None to let left-out questions decide")
+    if not 0 < emphasis <= MOST:
+        raise InputError(f"emphasis is {emphasis}; it must be positive, {MOST:g} at most, and 1 for none")
     if not 0 <= tol < 1:
         raise InputError(f"tol is {tol}; it must lie in [0, 1)")
 

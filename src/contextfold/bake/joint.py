@@ -57,6 +57,12 @@ class Joint(ABC):
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
         """Sources `(n, in)` and the changes `(n, out)` wanted of them."""
 
+    def weighted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
+        """The same, every row as heavy as it is to count."""
+        weights = reduced.lane.weights.to(reduced.read)
+        s, t = self.wanted(full, reduced)
+        return weights * s, weights * t
+
     @abstractmethod
     def edits(self) -> dict[Site, Edit]:
         """What was solved, as edits of the model's parameters."""

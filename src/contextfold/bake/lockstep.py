@@ -50,6 +50,8 @@ class Lane:
     kept: Tensor
     groups: Tensor
     """`(n,)`: to which example each counting row belongs."""
+    weights: Tensor
+    """`(n, 1)`: by how much each counting row is multiplied where a place is solved."""
     parts: dict[tuple[object, int], Tensor] = field(default_factory=dict)
     """What a place has seen so far of what its result joins."""
     stop: Stop | None = None

@@ -54,8 +54,13 @@ class BakedSite:
     """`‖dW‖ / ‖W‖`, Frobenius; of the identity for input maps."""
 
 
-def pairs_of(model: nn.Module, frame: Frame, examples: Sequence[Example], size: int) -> list[Pair]:
-    """Forwards over batches of at most `size` examples of similar length; anchors are their own target."""
+def pairs_of(
+    model: nn.Module, frame: Frame, examples: Sequence[Example], size: int, emphasis: float = 1.0
+) -> list[Pair]:
+    """Forwards over batches of at most `size` examples of similar length; anchors are their own target.
+
+    Where the model is to say a token of an answer, the square of what is missed counts `emphasis` times.
+    """
     pairs: list[Pair] = []
     numbers = {id(example): i for i, example in enumerate(examples)}
     for moves in (True, False):
@@ -67,28 +72,26 @@ def pairs_of(model: nn.Module, frame: Frame, examples: Sequence[Example], size: 
         for start in range(0, len(chosen), step):
             part = chosen[start : start + step]
             groups = torch.tensor([numbers[id(e)] for e in part])
-            pairs.append((_target(prefix, part, groups), _edited(model, frame, part, groups)))
+            pairs.append(_pair(prefix, Prefix(model, frame.kept), part, groups, emphasis))
     return pairs
 
 
-def _target(prefix: Prefix, part: Sequence[Example], groups: Tensor) -> Lane:
+def _pair(full: Prefix, kept: Prefix, part: Sequence[Example], groups: Tensor, emphasis: float) -> Pair:
+    """The examples of `part`, of which `groups` are the numbers, behind what they are to be answered by, and alone."""
     ids, real = padded([e.tail for e in part])
-    before = 0 if prefix.shared else prefix.ids.numel()
-    return _lane(lambda: prefix.run(ids, real), False, real, groups, before, 0)
+    answers = torch.tensor([e.answer for e in part])[:, None]
+    weights = torch.where(torch.arange(ids.shape[1]) >= answers - 1, emphasis**0.5, 1.0)
+    owners = groups[:, None].expand_as(ids)
 
+    def lane(prefix: Prefix, edited: bool) -> Lane:
+        # Tokens before the examples count only in that those of the first row are guarded, where the lane is edited.
+        before = 0 if prefix.shared else prefix.ids.numel()
+        counts = torch.cat([torch.zeros(ids.shape[0], before, dtype=torch.bool), real], 1)
+        guarded = torch.arange(before if edited else 0)
+        rows = counts.flatten().nonzero()[:, 0]
+        return Lane(lambda: prefix.run(ids, real), edited, rows, guarded, owners[real], weights[real][:, None])
 
-def _edited(model: nn.Module, frame: Frame, part: Sequence[Example], groups: Tensor) -> Lane:
-    ids, real = padded([e.tail for e in part])
-    whole = Prefix(model, frame.kept)
-    k = frame.kept.numel()
-    return _lane(lambda: whole.run(ids, real), True, real, groups, k, k)
-
-
-def _lane(forward: Callable[[], object], edited: bool, real: Tensor, groups: Tensor, before: int, kept: int) -> Lane:
-    """A forward over `before` tokens and then `real (B, n)`; the first `kept` tokens of the first row are guarded."""
-    counts = torch.cat([torch.zeros(real.shape[0], before, dtype=torch.bool), real], 1)
-    owner = groups[:, None].expand(-1, counts.shape[1])
-    return Lane(forward, edited, counts.flatten().nonzero()[:, 0], torch.arange(kept), owner[counts])
+    return lane(full, False), lane(kept, True)
 
 
 @torch.no_grad()
@@ -150,7 +153,7 @@ def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
     `groups (n,)`: to which question each row belongs.
     """
     moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops))
-    sides = [joint.wanted(full, reduced) for full, reduced in stops]
+    sides = [joint.weighted(full, reduced) for full, reduced in stops]
     s, t = (torch.cat(side) for side in zip(*sides, strict=True))
     errors = left_out(moments.unguarded(s), t, groups, GRID)
     best = min(range(len(GRID)), key=errors.__getitem__)
@@ -161,7 +164,7 @@ def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) ->
     rows = sum(reduced.output.shape[0] for _, reduced in stops)
     moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops), rows)
     for full, reduced in stops:
-        s, t = joint.wanted(full, reduced)
+        s, t = joint.weighted(full, reduced)
         finite(joint.name, s=s, t=t)
         moments.add(s, t)
     for name, part in moments.sums():
@@ -190,8 +193,9 @@ def _scale(joint: OuterJoint, stops: Stops) -> Tensor:
     u, g = [], []
     for full, reduced in stops:
         q = reduced.output.double() + joint.delta(reduced.source.to(joint.delta.B.dtype)).double()
-        u.append(joint.norm.unscaled(q))
-        g.append(joint.branch(full, reduced))
+        weights = reduced.lane.weights.to(q)
+        u.append(weights * joint.norm.unscaled(q))
+        g.append(weights * joint.branch(full, reduced))
     directions = torch.cat(u)
     pull = PULL * float(directions.square().sum(0).mean())
     return refit_scale(joint.norm.scale, directions, torch.cat(g), pull)
