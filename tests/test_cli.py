@@ -166,6 +166,15 @@ def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_p
     assert list(tmp_path.iterdir()) == ([out] if found["holds"] else [])
 
 
+def test_a_curve_tells_what_fewer_questions_would_do(call, folder):
+    _, printed, _ = call("bake", folder, *BAKE, "--curve", "--no-controls", "--json")
+    found = json.loads(printed)
+    assert list(found["fewer"]) == ["1", "3"]  # of six, an eighth and a quarter are one question
+    assert all(row["kl_recovered"] == 1 - row["kl_patched"] / found["kl_unpatched"] for row in found["fewer"].values())
+    _, table, _ = call("bake", folder, *BAKE, "--curve", "--no-controls")
+    assert "from 3 questions" in table
+
+
 def test_an_interrupted_command_says_so(call, folder, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt

@@ -49,11 +49,10 @@ def _recovery_table(verdict: ReusableVerdict) -> Table:
     )
     for factor, share in sorted(verdict.strengths.items()):
         table.add_row(f"patch × {factor:g}", f"{share:.1%}", _bar(share), "", "")
-    for name, c in verdict.controls.items():
-        table.add_row(
-            f"{name.replace('_', ' ')} (control)", f"{c.share:.1%}", _bar(c.share), number(c.patched.mean),
-            f"{c.patched.top1:.0%}",
-        )  # fmt: skip
+    others = {f"from {count} questions": recovery for count, recovery in verdict.fewer.items()}
+    others |= {f"{name.replace('_', ' ')} (control)": control for name, control in verdict.controls.items()}
+    for name, c in others.items():
+        table.add_row(name, f"{c.share:.1%}", _bar(c.share), number(c.patched.mean), f"{c.patched.top1:.0%}")
     table.add_row("same answers, left alone", f"{verdict.same_answers:.0%}", _bar(verdict.same_answers), "", "")
     return table
 

@@ -36,8 +36,9 @@ def verdict(bound: Bound, examples: tuple[Example, ...]) -> ReusableVerdict:
     other = bake(bound, Frame(FRAME.kept, tiny.tokens(9, seed=9)), examples, lam0=1e-4).patch
     bare = answered(bound, FRAME.kept, QUESTIONS, tokens=3, moves=False)
     return evaluate(
-        bound, baked, FRAME, examples, controls={OTHER: other}, elsewhere={"elsewhere": bare}, strengths=(0.0, 1.0)
-    )
+        bound, baked, FRAME, examples, controls={OTHER: other}, elsewhere={"elsewhere": bare}, strengths=(0.0, 1.0),
+        fewer={4: baked.patch, 1: lambda: bake(bound, FRAME, examples[:1], lam0=1e-4).patch},
+    )  # fmt: skip
 
 
 def test_the_unpatched_divergence_is_the_one_computed_by_hand(
@@ -87,6 +88,11 @@ def test_a_scorer_of_ones_own_is_asked_about_every_answer(bound: Bound, examples
 def test_strengths_run_from_nothing_to_the_patch(verdict: ReusableVerdict) -> None:
     assert verdict.strengths[0.0] == pytest.approx(0.0, abs=1e-12)
     assert verdict.strengths[1.0] == pytest.approx(verdict.patched.share, abs=1e-12)
+
+
+def test_fewer_questions_bring_less_back(verdict: ReusableVerdict) -> None:
+    assert list(verdict.fewer) == [1, 4]
+    assert verdict.fewer[4].share == verdict.patched.share > 1.2 * verdict.fewer[1].share
 
 
 def test_json_is_what_the_object_says(verdict: ReusableVerdict) -> None:

@@ -34,6 +34,9 @@ from contextfold.errors import InputError
 ELSEWHERE_FROM = 40
 """Built-in questions before it may be anchors; on those behind it the effect elsewhere is measured."""
 
+FEWER = (8, 4, 2)
+"""Parts of the questions that a curve is drawn from."""
+
 HELD_OUT = 4
 """One question in so many is held out when the user names none."""
 
@@ -63,6 +66,7 @@ def bake(
     ] = "0.01",
     tol: Annotated[float, typer.Option(help="Share of what is explained that may go for a lower rank.")] = 1e-3,
     controls: Annotated[bool, typer.Option(help="Also bake a shuffled and another context.")] = True,
+    curve: Annotated[bool, typer.Option(help="Also bake from an eighth, a quarter and half of the questions.")] = False,
     dtype: DtypeOption = Dtype.float32,
     max_memory: MaxMemoryOption = None,
     as_json: JsonOption = False,
@@ -84,7 +88,7 @@ def bake(
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
     with working(out_file) as store:
-        baked, verdict = job.run(learn, judge, anchors, plan, controls, store, model)
+        baked, verdict = job.run(learn, judge, anchors, plan, (controls, curve), store, model)
         written = written_patch(baked.patch, out_file, verdict.holds)
     payload = {"context": prompts.read_argument(context), **verdict.to_json(), "spectra": spectra(baked.patch)}
     rows = spelled(payload["held_out"], decode)
@@ -156,7 +160,7 @@ class _Job:
         return read_questions("\n".join(asked)) if asked else []
 
     def run(
-        self, learn: list[str], judge: list[str], anchors: int, plan: dict[str, Any], controls: bool,
+        self, learn: list[str], judge: list[str], anchors: int, plan: dict[str, Any], beside: tuple[bool, bool],
         store: Path | None, name: str,
     ) -> tuple[Any, Any]:  # fmt: skip
         from contextfold import suites
@@ -175,10 +179,12 @@ class _Job:
         other = self.answers(frame, frame.kept, general[ELSEWHERE_FROM:], laid.stop, moves=False)
         baked = self.solve("baking", frame, (*known, *held), plan, store)
         with TemporaryDirectory(dir=None if store is None else store.parent, prefix=".controls.") as aside:
+            controls, curve = beside
             wrong = self.wrong(frame, known, plan, Path(aside)) if controls else {}
+            fewer = self.fewer(frame, known, held, plan, Path(aside)) if curve else {}
             verdict = evaluate(
                 self.bound, baked, frame, judged, controls=wrong, elsewhere={"general questions": other},
-                strengths=(0.5, 1.5), stop=laid.stop, name=name, method=plan["method"],
+                strengths=(0.5, 1.5), fewer=fewer, stop=laid.stop, name=name, method=plan["method"],
             )  # fmt: skip
         return baked, verdict
 
@@ -212,21 +218,31 @@ class _Job:
             return bake(self.bound, frame, examples, store=store, progress=lambda *_: advance(None), **plan)
 
     def wrong(self, frame: Any, known: Any, plan: dict[str, Any], aside: Path) -> dict[str, Any]:
-        """Patches of the same questions and answers, from a shuffled context and from another one.
-
-        They wait in files: no more than one of them is held at once.
-        """
-        from contextfold import patchfile, prompts, suites
+        """Patches of the same questions and answers, from a shuffled context and from another one."""
+        from contextfold import prompts, suites
         from contextfold.bake import Frame
         from contextfold.verify.controls import wrong_contexts
 
         other = prompts.encode_text(self.loaded.tokenizer, suites.OTHER_CONTEXT)
         contexts = wrong_contexts(frame.context, (), self.bound.vocabulary, other)
-        for name, ids in contexts.items():
-            patchfile.save(
-                self.solve(f"baking control {name}", Frame(frame.kept, ids), known, plan).patch, aside / name
-            )
-        return {name: partial(patchfile.load, aside / name) for name in contexts}
+        return {
+            name: self.waiting(f"control {name}", Frame(frame.kept, ids), known, plan, aside)
+            for name, ids in contexts.items()
+        }
+
+    def fewer(self, frame: Any, known: Any, held: Any, plan: dict[str, Any], aside: Path) -> dict[int, Any]:
+        """Patches of the first questions alone."""
+        whole = len(known) // self.per_question
+        counts = sorted({max(whole // part, 1) for part in FEWER} - {whole})
+        parts = {n: [example for i, example in enumerate(known) if i % whole < n] for n in counts}
+        return {n: self.waiting(f"from {n} questions", frame, (*parts[n], *held), plan, aside) for n in counts}
+
+    def waiting(self, name: str, frame: Any, examples: Any, plan: dict[str, Any], aside: Path) -> Any:
+        """A patch in a file, and what reads it: no more than one of those that stand beside is held at once."""
+        from contextfold import patchfile
+
+        patchfile.save(self.solve(f"baking {name}", frame, examples, plan).patch, aside / name)
+        return partial(patchfile.load, aside / name)
 
 
 def _frame(laid: Any) -> Any:

@@ -183,6 +183,7 @@ BAKE = Kind(
         **_COMMON, **_RECOVERY, "estimator": str, "holds": bool, "verdict": str, "questions": int,
         "kl_unpatched": float, "unpatched_top1": float, "same_answers": float, "controls": Each(_RECOVERY),
         "elsewhere": Each({"kl_patched": float, "kl_context": float, "kl_ratio": float}), "strengths": Each(float),
+        "fewer": Each(_RECOVERY),
         "sites": [{"layer": int, "role": str, "rank": int, "explained": float, "weight_ratio": NUMBER_OR_NULL}],
         "calibration_tokens": Maybe(int),
         "held_out": Maybe([{"kl_unpatched": float, "kl_patched": float, "texts": _TEXTS}]),

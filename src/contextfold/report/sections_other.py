@@ -214,19 +214,20 @@ def bake_sections(run: Run, name: str) -> list[Section]:
 
 
 def _recovery(found: Row, name: str) -> Section:
-    points: list[tuple[str, float, tuple[float, float] | None, str]] = [
-        ("patched", found["kl_recovered"], (found["interval"][0], found["interval"][1]), "patched")
-    ]
+    points: list[tuple[str, float, tuple[float, float] | None, str]] = [_recovered_point(found, "patched", "patched")]
     rows: list[Sequence[Cell]] = [
         ("without the context", "0.0%", "–", "–", number(found, "kl_unpatched"), number(found, "unpatched_top1", "%")),
         _recovered_row(found, "patched", ""),
     ]
     for factor, share in sorted(found["strengths"].items(), key=lambda item: float(item[1])):
         points.append((f"patch × {factor}", share, None, "patched"))
+    for count, recovery in found["fewer"].items():
+        label = f"from {visible(count)} questions"
+        points.append(_recovered_point(recovery, label, "patched"))
+        rows.append(_recovered_row(found, label, f"fewer/{escaped(count)}/"))
     for key in found["controls"]:
         label = CONTROLS.get(key, key.replace("_", " "))
-        control = found["controls"][key]
-        points.append((label, control["kl_recovered"], (control["interval"][0], control["interval"][1]), "control"))
+        points.append(_recovered_point(found["controls"][key], label, "control"))
         rows.append(_recovered_row(found, label, f"controls/{escaped(key)}/"))
     best = max((c["kl_recovered"] for c in found["controls"].values()), default=0.0)
     return Section(
@@ -245,6 +246,11 @@ def _recovery(found: Row, name: str) -> Section:
             ),
         ],
     )  # fmt: skip
+
+
+def _recovered_point(found: Row, label: str, kind: str) -> tuple[str, float, tuple[float, float] | None, str]:
+    low, high = found["interval"][:2]
+    return label, found["kl_recovered"], (low, high), kind
 
 
 def _recovered_row(found: Row, label: str, at: str) -> Sequence[Cell]:

@@ -127,6 +127,8 @@ class ReusableVerdict:
     """On text that the context has no business with, against the bare model: with the patch, and with the context."""
     strengths: Mapping[float, float]
     """Factor of the patch -> share recovered."""
+    fewer: Mapping[int, Recovery]
+    """Number of questions -> what a patch made from so many of them recovers."""
     scores: Mapping[str, float]
     """By the user's own scorer, means over the questions of `in_context`, `patched`, `unpatched`; empty without one."""
     baked: Baked | None
@@ -212,6 +214,7 @@ class ReusableVerdict:
                 for name, (patch, context) in self.elsewhere.items()
             },
             "strengths": {f"{factor:g}": share for factor, share in self.strengths.items()},
+            "fewer": {str(count): recovery.to_json() for count, recovery in self.fewer.items()},
             "sites": [vars(site) for site in self.baked.sites] if self.baked else [],
             "calibration_tokens": self.baked.tokens if self.baked else None,
             "held_out": self._question_rows(),
@@ -245,6 +248,7 @@ def evaluate(
     controls: Mapping[str, Made] | None = None,
     elsewhere: Mapping[str, Sequence[Example]] | None = None,
     strengths: Sequence[float] = (),
+    fewer: Mapping[int, Made] | None = None,
     stop: Sequence[int] = (),
     scorer: Scorer | None = None,
     name: str = "",
@@ -254,9 +258,9 @@ def evaluate(
 
     `held_out` are questions with the in-context model's answers, none of which the patch was made from. `controls`
     are patches that must not do what this one does, or what reads them when they are wanted; a random one of equal norm
-    is always among them. `elsewhere`
-    names examples with the *bare* model's answers. `stop` ends an answer when the patched model is left alone.
-    `scorer` says what an answer is worth; it is asked about those of the model with the context, patched, and bare.
+    is always among them. `elsewhere` names examples with the *bare* model's answers. `fewer` are patches that were made
+    from a smaller number of questions. `stop` ends an answer when the patched model is left alone. `scorer` says what an
+    answer is worth; it is asked about those of the model with the context, patched, and bare.
 
     Raises `InputError` without held-out questions, or when the context does nothing on them.
     """
@@ -268,6 +272,7 @@ def evaluate(
     others: dict[str, Made] = {**(controls or {}), RANDOM: partial(random_like, edits)}
     conditions |= {f"control {n}": _writer(bound, p) for n, p in others.items()}
     conditions |= {f"times {f}": _writer(bound, partial(edits.__mul__, f)) for f in strengths}
+    conditions |= {f"from {n}": _writer(bound, p) for n, p in (fewer or {}).items()}
     effects = _effects(bound, frame.full, {n: (frame.kept, c) for n, c in conditions.items()}, held_out)
     unpatched = effects[""]
     if not unpatched.mean > 0:
@@ -285,6 +290,7 @@ def evaluate(
         spoken=spoken,
         elsewhere={n: (moved["patch"], moved["context"]) for n, moved in beside.items()},
         strengths={f: 1 - effects[f"times {f}"].mean / unpatched.mean for f in strengths},
+        fewer={n: Recovery.of(effects[f"from {n}"], unpatched) for n in sorted(fewer or {})},
         scores={} if scorer is None else _scores(scorer, spoken),
         baked=baked,
         receipt=receipt_of(bound),
