@@ -130,8 +130,54 @@ def fold_all(folder: Path, rank: int) -> dict[str, Any]:
             met[f"{name}, same bits"] = held(model) == before
         verdict = cf.fold_and_prove(bound, cf.Prompt(context, query))[1]
         met |= {"proven": verdict.proven, "gap": verdict.worst_logit_gap, "unpatched": verdict.unpatched_logit_gap}
+        met["steps"] = steps_of(bound)
         found[kind] = met
-    return found | {"bake": bake_one(folder, rank), "refusals": refusals(folder)}
+    more = {"bake": bake_one(folder, rank), "refusals": refusals(folder), "command": command(folder)}
+    return found | more
+
+
+def steps_of(bound: Any) -> list[dict[str, Any]]:
+    """Tokens generated step by step, every second one proven on written weights."""
+    from contextfold.stepwise import Window, generate
+    from tiny import tokens
+
+    steps = generate(bound, tokens(9), Window(((0, 1),)), tokens=4, prove_every=2, temperature=1.0)
+    return [
+        {"tokens": (step.in_context, step.patched), "gap": step.logit_gap}
+        | (
+            {}
+            if step.proof is None
+            else {"written": step.proof.written.logit_gap, "size": step.proof.unpatched.logit_gap}
+        )
+        for step in steps
+    ]
+
+
+def command(folder: Path) -> tuple[int, str]:
+    """What `contextfold generate`, in float32, prints in this process, and its exit code."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    from contextfold.cli import app
+
+    with redirect_stdout(StringIO()) as printed:
+        try:
+            app(
+                [
+                    "generate",
+                    str(folder / "sharded"),
+                    "--context",
+                    "abc def. ",
+                    "--prompt",
+                    "the",
+                    "--tokens",
+                    "3",
+                    "--json",
+                ]
+            )
+        except SystemExit as end:
+            return int(end.code or 0), printed.getvalue()
+    raise AssertionError("a command ends with its code")
 
 
 def bake_one(folder: Path, rank: int) -> str:
@@ -161,7 +207,6 @@ def refusals(folder: Path) -> dict[str, str]:
     from contextfold.lowrank import LowRank
     from contextfold.overlays import Written
     from contextfold.patch import MatrixEdit
-    from contextfold.stepwise import generate
     from tiny import tokens
 
     bound = cf.bind(load(folder / "sharded", "auto").to(torch.float32))
@@ -177,7 +222,6 @@ def refusals(folder: Path) -> dict[str, str]:
     asked = {
         "overflow on one process": write,
         "export": lambda: export(Source(bound, patch), Checkpoint(), folder / "exported"),
-        "generate": lambda: next(iter(generate(bound, tokens(5)))),
         "store": lambda: fold_sequence(bound, tokens(12), tokens(3), store=folder / "store"),
         "weights": lambda: bound.blocks[0].maps[0].weight,
     }

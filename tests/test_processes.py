@@ -30,7 +30,7 @@ def two(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_two_processes_fold_what_one_then_verifies(llama, tmp_path, call):
+def test_two_processes_fold_what_one_then_verifies_and_exports(llama, tmp_path, call):
     out = tmp_path / "patch.safetensors"
     run = processes.start(
         ["-m", "contextfold", "fold", str(llama), *TEXTS, "--positions", "all", "--out", str(out), "--json"]
@@ -46,13 +46,16 @@ def test_two_processes_fold_what_one_then_verifies(llama, tmp_path, call):
     assert code == 0
     assert verified["worst_logit_gap"] < 1e-5
     assert verified["unpatched_logit_gap"] == pytest.approx(said["unpatched_logit_gap"], rel=1e-4)
+    code, printed, _ = call("export", llama, out, "--to", "checkpoint", "--out", tmp_path / "folder", "--json")
+    assert code == 0
+    assert json.loads(printed)["proven"]
 
 
 def test_commands_for_one_process_say_so(llama, two, call):
-    code, printed, said = call("generate", llama, "--context", CONTEXT, "--prompt", QUERY)
+    code, printed, said = call("ablate", llama, "--part", f"a={CONTEXT}", "--query", QUERY)
     assert code == 2
     assert printed == ""
-    assert "error on process 0: 2 processes were started, and generate runs in one" in " ".join(said.split())
+    assert "error on process 0: 2 processes were started, and ablate runs in one" in " ".join(said.split())
 
 
 def test_a_silent_process_still_looks_at_what_is_shown(monkeypatch, capsys):

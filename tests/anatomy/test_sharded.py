@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from contextfold import patchfile
 from contextfold.errors import UnsupportedModel
 from contextfold.fold import fold_sequence
 from contextfold.patch import MatrixEdit
-from tiny import FLOAT32_NORMS, build, tokens
+from tiny import FLOAT32_NORMS, build, letters, tokens
 
 CONTEXT, QUERY = tokens(12), tokens(3, seed=2)
 DOORS = {"token": cf.fold_token, "sequence": fold_sequence}
@@ -24,6 +25,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharded")
     for kind in processes.KINDS:
         processes.build(kind).save_pretrained(path / kind)
+    letters().save_pretrained(path / "sharded")
     return path
 
 
@@ -108,10 +110,36 @@ def test_a_bake_of_two_processes_is_that_of_one(found, folder, whole):
     same(first, second, processes.baked_of(whole["sharded"]).patch)
 
 
+@pytest.mark.parametrize("kind", processes.KINDS)
+def test_two_processes_generate_step_by_step_what_one_does(kind, found, whole):
+    one = processes.steps_of(whole[kind])
+    assert len(one) == 4
+    for process in found:
+        for met, wanted in zip(process[kind]["steps"], one, strict=True):
+            assert met["tokens"] == list(wanted["tokens"])
+            assert met["gap"] < 1e-12
+            assert ("written" in met) is ("written" in wanted)
+            if "written" in met:
+                assert met["written"] < FLOAT32_NORMS * met["size"]
+                assert wanted["size"] > 0.1
+                assert met["size"] == pytest.approx(wanted["size"], rel=FLOAT32_NORMS)
+
+
+def test_a_command_that_generates_prints_in_one_process(found, folder, call):
+    texts = ("--context", "abc def. ", "--prompt", "the", "--tokens", "3", "--json")
+    one = json.loads(call("generate", folder / "sharded", *texts)[1])
+    (code, printed), (other, silent) = (process["command"] for process in found)
+    assert (code, other, silent) == (0, 0, "")
+    told = json.loads(printed)
+    assert told["text"] == one["text"]
+    assert [step["chosen"] for step in told["steps"]] == [step["chosen"] for step in one["steps"]]
+    assert told["holds"]
+
+
 def test_what_needs_the_whole_is_refused_by_name(found):
     for process in found:
         said = process["refusals"]
-        for name in ("export", "generate", "store", "weights"):
+        for name in ("export", "store", "weights"):
             assert said[name].startswith("UnsupportedModel")
             assert "one process" in said[name]
 

@@ -51,7 +51,7 @@ for command in COMMANDS:
     app.command()(command)
 
 
-SHARED = ("inspect", "fold", "verify", "bake")
+SHARED = ("inspect", "fold", "verify", "bake", "generate")
 """Commands that several processes can run together, each with a part of the model."""
 
 

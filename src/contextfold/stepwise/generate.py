@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Bound, bind
-from contextfold.anatomy.sharded import refuse_sharded
 from contextfold.errors import InputError, NotControllable, UnsupportedModel
 from contextfold.fold import DEFAULT_RULE, reference
 from contextfold.outcomes import Finding, Outcome
@@ -95,7 +94,6 @@ def generate(
 
 
 def _check_model(bound: Bound) -> None:
-    refuse_sharded(bound.model, "generating step by step")
     if not takes_positions(bound.model):
         raise UnsupportedModel(
             f"{bound.model_type!r} models count their tokens themselves, so kept tokens cannot keep their positions; "

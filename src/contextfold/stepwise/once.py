@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Block, DenseBlock
+from contextfold.anatomy.sharded import is_sharded
 
 __all__ = ["few_rows", "once"]
 
@@ -47,6 +48,8 @@ def few_rows(model: Any, stack: ExitStack) -> None:
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.weight.device.type != "cpu" or head.weight.dtype != torch.float32:
+        return
+    if is_sharded(head.weight):  # its own call brings the parts together
         return
     inputs: list[Tensor] = []
 

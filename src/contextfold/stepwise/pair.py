@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Block, Bound, DenseBlock, first_output, first_tensor
+from contextfold.anatomy.sharded import whole_input
 from contextfold.anatomy.wrapped import device_of
 from contextfold.errors import NotControllable
 from contextfold.outcomes import Finding, Outcome
@@ -139,7 +140,7 @@ class _Joint:
     def _join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """`g = g_C + (r_C − r) / alpha` for the second half."""
         if isinstance(self.block, DenseBlock) and module is self.block.output_map.module:
-            self.source = first_tensor(args, kwargs)
+            self.source = whole_input(module, first_tensor(args, kwargs))
         first = first_output(output)[: self.rows]
         gap = reduce(torch.add, map(self._lost, self.parts))
         g = first.to(self.wide) + gap.reshape(first.shape)
