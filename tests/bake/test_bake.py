@@ -12,6 +12,7 @@ from torch import Tensor
 import tiny
 from contextfold.anatomy import Bound, bind
 from contextfold.bake import ESTIMATORS, Baked, Example, Frame, answered, bake
+from contextfold.bake import examples as answering
 from contextfold.errors import InputError
 from contextfold.runtime import Run, materialised, run
 from contextfold.store import clear
@@ -128,6 +129,26 @@ def test_batches_do_not_change_the_answer_or_the_patch(bound: Bound) -> None:
     for site, edit in one.edits.items():
         first, second = (e.delta.to_dense() if hasattr(e, "delta") else e.value for e in (edit, many.edits[site]))
         assert (first - second).norm() < 1e-4 * first.norm(), site.name
+
+
+@pytest.mark.parametrize("window", [15, 20, 21, 22, 40])
+def test_questions_share_a_batch_as_long_as_windows_see_all_of_it(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, extra = tiny.TYPES["gemma3_text"]
+    monkeypatch.setitem(tiny.TYPES, "gemma3_text", (config, model, {**extra, "sliding_window": window}))
+    bound = bind(tiny.build("gemma3_text"))
+    asked = questions(7, 50)
+    longest = FRAME.full.numel() + max(question.numel() for question in asked) + 4
+    batches = []
+    batch = answering._batch
+    monkeypatch.setattr(answering, "_batch", lambda *a: batches.append(len(a[1])) or batch(*a))
+    together = answered(bound, FRAME.full, asked, tokens=4)
+    assert longest == 21
+    assert (batches == [7]) == (window > longest)
+    for question, example in zip(asked, together, strict=True):
+        ids = torch.cat([FRAME.full, question])
+        for _ in range(4):  # without any cache
+            ids = torch.cat([ids, run(bound.model, _run(ids)).argmax(-1).view(1)])
+        assert example.tail.tolist() == ids[FRAME.full.numel() :].tolist()
 
 
 def test_answers_end_with_a_stop_token() -> None:

@@ -82,7 +82,7 @@ def answered(
     prefix = Prefix.of(bound.model, before)
     choose = _Choice(temperature, seed)
     found: dict[int, Example] = {}
-    for chosen in _batches(prefix, [question.numel() for question in questions]):
+    for chosen in _batches(prefix, [question.numel() for question in questions], tokens):
         answers = _batch(prefix, [questions[i] for i in chosen], tokens, frozenset(stop), choose)
         for i, answer in zip(chosen, answers, strict=True):
             found[i] = Example(torch.cat([questions[i], answer]), questions[i].numel(), moves)
@@ -90,13 +90,14 @@ def answered(
     return tuple(found[i] for i in range(len(questions)))
 
 
-def _batches(prefix: Prefix, lengths: Sequence[int]) -> list[list[int]]:
+def _batches(prefix: Prefix, lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Indices of questions that are answered together: of similar length, or of one length where windows slide."""
     size = BATCH if prefix.shared else 1
+    slides = prefix.slides(prefix.ids.numel() + max(lengths) + tokens)
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         last = batches[-1] if batches else []
-        if not last or len(last) == size or (prefix.slides and lengths[last[0]] != lengths[i]):
+        if not last or len(last) == size or (slides and lengths[last[0]] != lengths[i]):
             batches.append([i])
         else:
             last.append(i)

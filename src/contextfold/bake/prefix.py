@@ -43,10 +43,10 @@ class Prefix:
         """Whether continuations may share a batch: padding would stay in any other memory than keys and values."""
         return self.cache is not None
 
-    @property
-    def slides(self) -> bool:
-        """Whether some layer looks back over so many places only: padding between tokens would use some of them up."""
-        return self.shared and any(type(layer) is DynamicSlidingWindowLayer for layer in self.cache.layers)
+    def slides(self, places: int) -> bool:
+        """Whether some layer no longer sees all of so many places: padding between tokens would use some of them up."""
+        layers = self.cache.layers if self.shared else ()
+        return any(type(layer) is DynamicSlidingWindowLayer and places >= layer.sliding_window for layer in layers)
 
     @torch.no_grad()
     def run(self, ids: Tensor, real: Tensor) -> None:
