@@ -166,6 +166,26 @@ def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_p
     assert list(tmp_path.iterdir()) == ([out] if found["holds"] else [])
 
 
+def test_bake_asks_only_what_is_new_when_answers_are_kept(call, folder, tmp_path, monkeypatch):
+    from contextfold.bake import examples
+
+    rows = []
+    batch = examples._batch
+    monkeypatch.setattr(examples, "_batch", lambda *a: rows.append(len(a[1])) or batch(*a))
+    bake = ("--context", CONTEXT, "--held-out", "who?", "--tokens", 3, "--no-controls", "--json")
+    asked, found = "one?\ntwo?\nthree?\nfour?", []
+    for queries in (asked, asked, asked + "\nfive?"):
+        rows.clear()
+        _, printed, _ = call("bake", folder, *bake, "--queries", queries, "--keep-answers", tmp_path / "kept")
+        found.append((json.loads(printed), sum(rows)))
+    asked_first, again, more = (count for _, count in found)
+    # The patched model and the bare one answer the held-out question each time; then a greedy answer and a sampled one.
+    assert (again, more) == (2, 2 + 2)
+    assert asked_first > 2 + 9
+    assert found[0][0]["kl_recovered"] == found[1][0]["kl_recovered"]
+    assert found[2][0]["calibration_tokens"] > found[1][0]["calibration_tokens"]
+
+
 def test_a_curve_tells_what_fewer_questions_would_do(call, folder):
     _, printed, _ = call("bake", folder, *BAKE, "--curve", "--no-controls", "--json")
     found = json.loads(printed)

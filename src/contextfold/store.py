@@ -80,6 +80,10 @@ class Store:
             return None
         return parts, json.loads(metadata["report"])
 
+    def places(self, prefix: str) -> list[str]:
+        """Names of the places in the folder, of this work or other, that begin so."""
+        return sorted(path.name.removesuffix(SOLVED) for path in self.folder.glob(f"{prefix}*{SOLVED}"))
+
     def _make(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

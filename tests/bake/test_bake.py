@@ -163,6 +163,54 @@ def test_answers_end_with_a_stop_token() -> None:
     assert tails[0] == tails[1] != tails[2]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_that_are_kept_are_not_given_again(temperature: float, tmp_path: Path) -> None:
+    bound = bind(tiny.build("llama"))
+    calls: list[object] = []
+    bound.model.register_forward_hook(lambda *_: calls.append(None))
+    how: dict[str, Any] = {"tokens": 4, "temperature": temperature, "seed": 3}
+
+    def tails(asked: list[Tensor], before: Tensor = FRAME.full, **more: Any) -> list[list[int]]:
+        calls.clear()
+        return [e.tail.tolist() for e in answered(bound, before, asked, store=tmp_path, **{**how, **more})]
+
+    asked = questions(20, 50)
+    plain = [e.tail.tolist() for e in answered(bound, FRAME.full, asked, **how)]
+    assert [e.tail.tolist() for e in answered(bound, FRAME.full, asked[:3], **how)] == plain[:3]
+    first = tails(asked[:12])
+    assert first == plain[:12]
+    assert tails(asked[:12]) == first
+    assert not calls
+    assert tails(asked) == plain
+    assert calls
+    assert len(list(tmp_path.iterdir())) == 2
+    # Asked in another way, or after something else, or by another model.
+    assert tails(asked, tokens=3) == [tail[:-1] for tail in plain]
+    assert tails(asked, before=FRAME.kept) != plain
+    bound = bind(tiny.build("llama", seed=1))
+    assert tails(asked) != plain
+
+
+def test_answers_of_a_stopped_command_fall_into_the_same_batches(tmp_path: Path) -> None:
+    bound = bind(tiny.build("llama"))
+    asked = questions(40, 50)
+    sizes: list[int] = []
+
+    def stop(count: int) -> None:
+        sizes.append(count)
+        if len(sizes) == 2:  # none was known, then the first batch
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answered(bound, FRAME.full, asked, tokens=3, store=tmp_path, progress=stop)
+    answered(bound, FRAME.full, asked, tokens=3, store=tmp_path, progress=sizes.append)
+    assert sizes == [0, 16, 16, 16, 8]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    clear(tmp_path)
+    answered(bound, FRAME.full, asked, tokens=3, store=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_a_stopped_bake_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     bound = bind(tiny.build("llama"))
     before = bound.fingerprint

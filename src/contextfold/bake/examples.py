@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from contextfold.anatomy import Bound
 from contextfold.bake.prefix import Prefix, padded
+from contextfold.bake.remembered import Remembered
 from contextfold.errors import InputError
 
 __all__ = ["Example", "Frame", "answered", "digest_of"]
@@ -70,32 +72,45 @@ def answered(
     moves: bool = True,
     temperature: float = 0.0,
     seed: int = 0,
+    store: Path | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[Example, ...]:
     """What the model with `before (p,)` in front of it answers to each question `(q,)`; greedy at temperature 0.
 
-    An answer ends with a token of `stop`, or after `tokens` of them. `progress` is told how many more are done.
+    An answer ends with a token of `stop`, or after `tokens` of them. `store` is a folder in which answers are kept:
+    what this model was asked there before, in the same way, is not generated again. `progress` is told how many more
+    are done.
 
-    Raises `InputError` for empty questions or sequences longer than the model's position table.
+    Raises `InputError` for empty questions or sequences longer than the model's position table, and `NotWritten`
+    where answers cannot be kept.
     """
     _check(bound, before, questions, tokens)
-    prefix = Prefix.of(bound.model, before)
-    choose = _Choice(temperature, seed)
-    found: dict[int, Example] = {}
-    for chosen in _batches(prefix, [question.numel() for question in questions], tokens):
-        answers = _batch(prefix, [questions[i] for i in chosen], tokens, frozenset(stop), choose)
-        for i, answer in zip(chosen, answers, strict=True):
-            found[i] = Example(torch.cat([questions[i], answer]), questions[i].numel(), moves)
-        progress(len(chosen))
-    return tuple(found[i] for i in range(len(questions)))
+    ends = frozenset(stop)
+    known = None if store is None else Remembered(store, bound, before, tokens, sorted(ends), temperature, seed)
+    answers: dict[int, Tensor] = {} if known is None else known.answers(questions)
+    progress(len(answers))
+    left = {i: question.numel() for i, question in enumerate(questions) if i not in answers}
+    if left:
+        prefix = Prefix.of(bound.model, before)
+        for chosen in _batches(prefix, left, tokens):
+            part = [questions[i] for i in chosen]
+            found = _batch(prefix, part, tokens, ends, _Choice(temperature, [(seed, i) for i in chosen]))
+            answers |= dict(zip(chosen, found, strict=True))
+            if known is not None:
+                known.keep(part, found)
+            progress(len(chosen))
+    return tuple(Example(torch.cat([q, answers[i]]), q.numel(), moves) for i, q in enumerate(questions))
 
 
-def _batches(prefix: Prefix, lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Indices of questions that are answered together: of similar length, or of one length where windows slide."""
+def _batches(prefix: Prefix, lengths: Mapping[int, int], tokens: int) -> list[list[int]]:
+    """Numbers of questions that are answered together: of similar length, or of one length where windows slide.
+
+    In the order in which they are asked, so that what is left of work that was stopped falls into the same batches.
+    """
     size = BATCH if prefix.shared else 1
-    slides = prefix.slides(prefix.ids.numel() + max(lengths) + tokens)
+    slides = prefix.slides(prefix.ids.numel() + max(lengths.values()) + tokens)
     batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+    for i in sorted(lengths, key=lengths.__getitem__):
         last = batches[-1] if batches else []
         if not last or len(last) == size or (slides and lengths[last[0]] != lengths[i]):
             batches.append([i])
@@ -115,18 +130,23 @@ def _check(bound: Bound, before: Tensor, questions: Sequence[Tensor], tokens: in
 
 
 class _Choice:
-    """The next token of each row: the first one, or a sample."""
+    """The next token of each row: the first one, or a sample; whose company a question is in changes nothing.
 
-    def __init__(self, temperature: float, seed: int) -> None:
+    A row draws from a generator of its own, whose seed follows from the row's of `seeds`.
+    """
+
+    def __init__(self, temperature: float, seeds: Sequence[tuple[int, int]]) -> None:
         self._temperature = temperature
-        self._generator = torch.Generator().manual_seed(seed)
+        digests = (hashlib.sha256(repr(seed).encode()).digest() for seed in seeds)
+        self._generators = [torch.Generator().manual_seed(int.from_bytes(d[:8], "big") >> 1) for d in digests]
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`(B, V) -> (B,)`."""
         if self._temperature == 0:
             return logits.argmax(-1).cpu()
         weights = torch.softmax(logits.cpu().float() / self._temperature, -1)
-        return torch.multinomial(weights, 1, generator=self._generator)[:, 0]
+        rows = zip(weights, self._generators, strict=True)
+        return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in rows])
 
 
 def _batch(prefix: Prefix, questions: list[Tensor], tokens: int, stop: frozenset[int], choose: _Choice) -> list[Tensor]:

@@ -69,6 +69,9 @@ def bake(
     curve: Annotated[bool, typer.Option(help="Also bake from an eighth, a quarter and half of the questions.")] = False,
     dtype: DtypeOption = Dtype.float32,
     max_memory: MaxMemoryOption = None,
+    keep_answers: Annotated[
+        Path | None, typer.Option(help="A folder for the answers: a later bake asks only what is new.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Bake a context into a patch that answers new questions, judge it by questions it has never seen, write it."""
@@ -83,7 +86,7 @@ def bake(
     if answers < 1:
         raise InputError(f"--answers {answers} leaves nothing to learn from; give at least 1")
     loaded = load_model(model, dtype, max_memory)
-    job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json)
+    job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json, keep_answers)
     learn, judge = job.split(queries, held_out)
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
@@ -122,6 +125,8 @@ class _Job:
     tokens: int
     per_question: int
     quiet: bool
+    kept: Path | None
+    """Where answers are kept."""
 
     def lay_out(self, asked: list[str]) -> Any:
         from contextfold import prompts
@@ -172,11 +177,12 @@ class _Job:
             err.print(said, style="dim", highlight=False, markup=False)
         frame = _frame(laid)
         n = len(learn)
-        known = self.known(frame, laid.tails[:n], laid.stop)
-        judged = self.answers(frame, frame.full, laid.tails[n:], laid.stop)
+        ask = partial(self.answers, stop=laid.stop, work=self.kept or store)
+        known = self.known(partial(ask, frame.full, laid.tails[:n]))
+        judged = ask(frame.full, laid.tails[n:])
         general = self.lay_out(list(suites.QUESTIONS)).tails
-        held = self.answers(frame, frame.kept, general[:anchors], laid.stop, moves=False)
-        other = self.answers(frame, frame.kept, general[ELSEWHERE_FROM:], laid.stop, moves=False)
+        held = ask(frame.kept, general[:anchors], moves=False)
+        other = ask(frame.kept, general[ELSEWHERE_FROM:], moves=False)
         baked = self.solve("baking", frame, (*known, *held), plan, store)
         with TemporaryDirectory(dir=None if store is None else store.parent, prefix=".controls.") as aside:
             controls, curve = beside
@@ -188,14 +194,14 @@ class _Job:
             )  # fmt: skip
         return baked, verdict
 
-    def known(self, frame: Any, tails: Any, stop: Any) -> tuple[Any, ...]:
+    def known(self, ask: Callable[..., tuple[Any, ...]]) -> tuple[Any, ...]:
         """What is learnt from: the greedy answer to every question, and then sampled ones."""
-        draws = range(self.per_question)
-        return tuple(e for k in draws for e in self.answers(frame, frame.full, tails, stop, seed=k if k else None))
+        return tuple(e for k in range(self.per_question) for e in ask(seed=k if k else None))
 
     def answers(
-        self, frame: Any, before: Any, tails: Any, stop: Any, moves: bool = True, seed: int | None = None
+        self, before: Any, tails: Any, stop: Any, work: Path | None, moves: bool = True, seed: int | None = None
     ) -> tuple[Any, ...]:
+        """Answers to questions with `before` in front of them, of which those that `work` holds are not given again."""
         from contextfold.bake import answered
 
         if not tails:
@@ -208,7 +214,7 @@ class _Job:
 
             return answered(
                 self.bound, before, list(tails), tokens=self.tokens, stop=stop, moves=moves,
-                temperature=0.0 if seed is None else 1.0, seed=seed or 0, progress=done,
+                temperature=0.0 if seed is None else 1.0, seed=seed or 0, store=work, progress=done,
             )  # fmt: skip
 
     def solve(self, what: str, frame: Any, examples: Any, plan: dict[str, Any], store: Path | None = None) -> Any:
