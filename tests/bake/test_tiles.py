@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 
 import pytest
 import torch
@@ -105,11 +106,12 @@ def test_tiles_on_disk_leave_the_memory_of_the_process(monkeypatch):
     assert (peak_memory() or 0) - before > 8 * size * size / 2
 
 
-def test_a_disk_without_room_is_told_in_one_line(monkeypatch):
+@pytest.mark.parametrize(("place", "name"), [(os, "posix_fallocate"), (tempfile, "TemporaryFile")])
+def test_a_disk_without_room_is_told_in_one_line(monkeypatch, place, name):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    monkeypatch.setattr(place, name, full, raising=False)
     with pytest.raises(InputError, match=r"sums of a bake.*No space left.*let TMPDIR name a folder with room") as told:
         summed(*rows(), left=0)
     assert "\n" not in str(told.value)

@@ -6,6 +6,7 @@ that nothing of their size is needed besides, and go tile by tile: the same oper
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -128,14 +129,14 @@ class Tiles:
 
 def _scratch(size: int) -> mmap.mmap:
     """So many bytes of zeros, in a file that has no name and is gone with the last who maps it."""
-    with tempfile.TemporaryFile() as file:
-        try:
+    try:
+        with tempfile.TemporaryFile() as file:
             file.truncate(size)
             if hasattr(os, "posix_fallocate"):  # elsewhere a disk that is full is met when it is written
                 os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise InputError(
-                f"the sums of a bake take {size // 2**20} MiB, more than the ceiling on memory leaves, and there is no "
-                f"room for them in {tempfile.gettempdir()} ({error.strerror}); let TMPDIR name a folder with room"
-            ) from error
-        return mmap.mmap(file.fileno(), size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise InputError(
+            f"the sums of a bake take {math.ceil(size / 2**20)} MiB, more than the ceiling on memory leaves, and the "
+            f"temporary folder cannot take them ({error.strerror}); let TMPDIR name a folder with room"
+        ) from error
