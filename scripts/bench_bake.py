@@ -1,11 +1,12 @@
 """Baking a context against other ways to have it, measured in one run on the same questions.
 
 python scripts/bench_bake.py run [--models A,B] [--contexts A,B] [--only WAY,WAY] [--questions N] [--out FILE]
-python scripts/bench_bake.py table       # put the tables between the markers of docs/bake.md
+python scripts/bench_bake.py table       # put the tables between the markers of docs/bake.md, and draw the curves
 
 `run` writes docs/measured/bake.json, a row when it is measured, in place of the row measured before; `--only cache`
-measures the prefix cache alone. `--questions N` takes N questions of each kind, for a quick look at another `--out`.
-Answers are kept in build/bake, so that a run that was stopped does not generate them again. Keys: docs/json.md.
+measures the prefix cache alone, `--only composed` two contexts in one model. `--questions N` takes N questions of each
+kind, for a quick look at another `--out`. Answers are kept in build/bake, so that a run that was stopped does not
+generate them again. Keys: docs/json.md.
 
 Seconds are of the processor for one thread (OMP_NUM_THREADS=1), of the wall otherwise.
 """
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baking.composition import PAIRS, composed
 from baking.distil import Distillation
 from baking.judge import Judge, measured
 from baking.material import CONTEXTS, ROOT, WORK, Material, Model, material, model_of, write
-from baking.report import page
+from baking.report import page, pictures
 from baking.rival import SIZES, prefix_cache
 from baking.ways import Bake, Learnt, Nothing, Steering, TokenAverage, Way
 
@@ -39,6 +41,10 @@ from contextfold.verify import Effect, Recovery, random_like, shuffled
 
 RESULT = ROOT / "docs" / "measured" / "bake.json"
 MODELS = ("smollm2", "gemma3-270m")
+COMPOSES = ("smollm2",)
+"""Models whose patches add: two that set the same norm scale do not."""
+ASIDE = ("cache", "composed")
+"""What is measured besides ways."""
 DEFAULT = ESTIMATORS[0].name
 BUDGET = 12
 """Gradient distillation gets so many times the seconds that the default estimator took."""
@@ -46,8 +52,10 @@ BUDGET = 12
 WAYS: tuple[Way, ...] = (
     Nothing("none"),
     *(Bake(e.name, "estimator", e.name) for e in ESTIMATORS),
-    Bake(f"{DEFAULT}-anchored", "estimator", DEFAULT, anchored=True),
-    Bake(f"{DEFAULT}-sampled", "estimator", DEFAULT, sampled=True),
+    Bake(f"{DEFAULT}-sampled", "estimator", DEFAULT, answers=2),
+    Bake("even", "variant", DEFAULT, answers=2, emphasis=1.0),
+    *(Bake(f"{n} anchors", "variant", DEFAULT, answers=2, anchors=n) for n in (10, 30)),
+    *(Bake(f"{n} questions", "variant", DEFAULT, answers=2, questions=n) for n in (8, 16, 32)),
     Steering("steering vector"),
     TokenAverage("token average"),
     Distillation("distillation"),
@@ -93,7 +101,7 @@ class Bench:
     def row(self, way: Way) -> dict[str, Any]:
         """What one way reaches and what it takes. Keys are documented in docs/json.md."""
         bound, stuff = self.model.bound, self.stuff
-        examples = stuff.learnt_from(way.anchored, way.sampled) if isinstance(way, Bake) else stuff.calibration
+        examples = way.chosen(stuff) if isinstance(way, Bake) else stuff.calibration
         learnt, cost = measured(lambda: way.learn(bound, stuff.frame, examples))
         remarks = dict(learnt.remarks)
         spent = remarks.pop("seconds_solve", cost.seconds)
@@ -115,14 +123,16 @@ class Bench:
 
     def generated_in(self, way: Way) -> float:
         """Seconds that the answers took that `way` learns from."""
-        sampled = self.stuff.seconds_sampled if isinstance(way, Bake) and way.sampled else 0.0
-        return 0.0 if isinstance(way, Nothing) else self.stuff.seconds + sampled
+        sampled = self.stuff.seconds_sampled if isinstance(way, Bake) and way.answers > 1 else 0.0
+        whole = len(self.stuff.calibration)
+        share = (way.questions or whole) / whole if isinstance(way, Bake) else 1.0
+        return 0.0 if isinstance(way, Nothing) else share * (self.stuff.seconds + sampled)
 
     def controls(self, way: Way, learnt: Learnt) -> Iterator[tuple[str, Recovery]]:
         """Patches that must not do what this one does. A shuffled context is tried with the default alone."""
-        if not isinstance(way, Bake) or learnt.patch is None or way.anchored:
+        if not isinstance(way, Bake) or learnt.patch is None or not way.stands_alone:
             return
-        examples = self.stuff.learnt_from(way.anchored, way.sampled)
+        examples = way.chosen(self.stuff)
         self.keep(way, learnt.patch)
         yield "other_context", self.judged(self.other(way))
         yield "random", self.judged(random_like(learnt.patch))
@@ -144,7 +154,7 @@ class Bench:
         other = replace(self, context=name, stuff=material(self.model, name, self.most))
         path = other.path(way)
         if not path.exists():
-            learnt = way.learn(self.model.bound, other.stuff.frame, other.stuff.learnt_from(way.anchored, way.sampled))
+            learnt = way.learn(self.model.bound, other.stuff.frame, way.chosen(other.stuff))
             assert learnt.patch is not None
             other.keep(way, learnt.patch)
         return patchfile.load(path)
@@ -191,7 +201,11 @@ def run(names: list[str], contexts: list[str], only: list[str], most: int | None
             rows = [prefix_cache(model.bound, size) for size in SIZES]
             put(path, name, lambda entry, rows=rows: entry.update(prefix_cache=rows))
         known = {way.name: way for way in WAYS}
-        ways = [known[part] for part in only or known if part != "cache"]
+        if "composed" in only or (not only and name in COMPOSES):
+            way = known[f"{DEFAULT}-sampled"]
+            rows = [composed(model, way, *pair, most) for pair in PAIRS]
+            put(path, name, lambda entry, rows=rows: entry.update(composition=rows))
+        ways = [known[part] for part in only or known if part not in ASIDE]
         for context in contexts if ways else ():
             bench = Bench.of(model, context, most)
             put(path, name, partial(_add, context, {}, bench.facts()))
@@ -235,8 +249,9 @@ def main() -> None:
     if given.command == "table":
         docs = ROOT / "docs" / "bake.md"
         docs.write_text(page(docs.read_text(), stored(given.out)))
+        pictures(stored(given.out), ROOT / "docs" / "pictures")
         return
-    known = {*(way.name for way in WAYS), "cache"}
+    known = {*(way.name for way in WAYS), *ASIDE}
     asked = [part for part in given.only.split(",") if part]
     if not known.issuperset(asked):
         parser.error(f"--only takes {', '.join(sorted(known))}")

@@ -69,10 +69,6 @@ class Material:
     seconds_sampled: float
     """What the sampled ones took."""
 
-    def learnt_from(self, anchored: bool, sampled: bool) -> tuple[Example, ...]:
-        """The greedy answers, and what else joins them."""
-        return (*self.calibration, *(self.anchors if anchored else ()), *(self.sampled if sampled else ()))
-
 
 def material(model: Model, context: str, most: int | None = None) -> Material:
     """Everything about one context. `most` takes so many questions of each kind only, for a quick look."""
@@ -93,7 +89,7 @@ def material(model: Model, context: str, most: int | None = None) -> Material:
     for kind, texts in asked.items():
         moves = kind in ("calibration", "sampled", "held_out")
         part = [next(tails) for _ in texts]
-        found[kind], spent[kind] = _answers(
+        found[kind], spent[kind] = answers_of(
             model, frame.full if moves else frame.kept, part, laid, moves, float(kind == "sampled")
         )  # fmt: skip
     elsewhere = {kind: found[kind] for kind in ("neutral", "untouched")}
@@ -103,7 +99,7 @@ def material(model: Model, context: str, most: int | None = None) -> Material:
     )  # fmt: skip
 
 
-def _answers(
+def answers_of(
     model: Model, before: Tensor, asked: Sequence[Tensor], laid: Questions, moves: bool, temperature: float
 ) -> tuple[tuple[Example, ...], float]:
     """Answers and the seconds that they took when they were given."""

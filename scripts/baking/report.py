@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contextfold.report.canvas import style
+from contextfold.report.figures import curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MARKERS = re.compile(r"(<!-- bake: [^>]*-->\n).*?(<!-- /bake -->)", re.DOTALL)
 MIB = 2**20
+
+WHOLE = "two-sites-sampled"
+"""The default of the command."""
+QUESTIONS = {**{n: f"{n} questions" for n in (8, 16, 32)}, 64: WHOLE}
+"""Rows of the curve over the number of questions."""
+ANCHORS = {0: WHOLE, **{n: f"{n} anchors" for n in (10, 30)}}
+"""Rows of the curve over the number of neutral questions."""
 
 
 def page(text: str, found: dict[str, Any]) -> str:
@@ -22,6 +36,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     )
     for model, entry in found["models"].items():
         yield from ways_table(model, entry.get("contexts", {}))
+        yield from questions_table(model, entry.get("contexts", {}))
+        yield from anchors_table(model, entry.get("contexts", {}))
+        yield from composition_tables(model, entry.get("composition", []))
         yield from distillations(model, entry.get("contexts", {}))
         yield from cache_table(model, entry.get("prefix_cache", []))
         yield from keeping(model, entry)
@@ -33,13 +50,14 @@ def ways_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for context, facts in contexts.items():
         for name, row in facts["ways"].items():
-            low, high = (percent(end) for end in row["interval"])
+            if name in (*QUESTIONS.values(), *ANCHORS.values()) and name != WHOLE:
+                continue
             controls = {key: control["kl_recovered"] for key, control in row["controls"].items()}
             best = max(controls, key=lambda key: controls[key], default="")
             cells = (
                 context,
                 name,
-                f"{percent(row['kl_recovered'])} ({low} to {high})",
+                recovered(row),
                 f"{row['kl_patched']:.3f}",
                 percent(row["top1"]),
                 f"{percent(controls[best])} ({best.replace('_', ' ')})" if best else "",
@@ -59,6 +77,89 @@ def ways_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if abs(share) < 10 else f"{100 * share:.0f} %"
+
+
+def recovered(row: dict[str, Any]) -> str:
+    low, high = (percent(end) for end in row["interval"])
+    return f"{percent(row['kl_recovered'])} ({low} to {high})"
+
+
+def _all_measured(contexts: dict[str, Any], names: Mapping[int, str]) -> dict[str, dict[int, dict[str, Any]]]:
+    """By context, the rows of `names`; contexts that lack one are left out."""
+    ways = {context: facts["ways"] for context, facts in contexts.items()}
+    return {
+        c: {n: rows[name] for n, name in names.items()} for c, rows in ways.items() if rows.keys() >= {*names.values()}
+    }
+
+
+def questions_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
+    measured = _all_measured(contexts, QUESTIONS)
+    if not measured:
+        return
+    yield from ("", f"Recovered on {model} by the number of questions, two answers to each:", "")
+    yield "| context | " + " | ".join(str(count) for count in QUESTIONS) + " |"
+    yield "|---" * (1 + len(QUESTIONS)) + "|"
+    for context, rows in measured.items():
+        yield f"| {context} | " + " | ".join(recovered(row) for row in rows.values()) + " |"
+
+
+def anchors_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
+    measured = _all_measured(contexts, ANCHORS)
+    if not measured:
+        return
+    yield from ("", f"What quiet elsewhere costs on {model}, by the number of neutral questions in the solve:", "")
+    yield "| context | anchors | recovered | neutral | untouched |"
+    yield "|---|---|---|---|---|"
+    for context, rows in measured.items():
+        for count, row in rows.items():
+            moved = (percent(row[f"{kind}_kl_ratio"]) for kind in ("neutral", "untouched"))
+            yield f"| {context} | {count} | {recovered(row)} | " + " | ".join(moved) + " |"
+
+
+def composition_tables(model: str, pairs: list[dict[str, Any]]) -> Iterator[str]:
+    if not pairs:
+        return
+    yield from ("", f"Two contexts in one model, {model}:", "")
+    yield "| contexts | judged on | patch | recovered | KL, nats |"
+    yield "|---|---|---|---|---|"
+    for pair in pairs:
+        names = {
+            "first": pair["first"],
+            "second": pair["second"],
+            "together less second": f"together less {pair['second']}",
+        }
+        for key, judged in (
+            ("on_both", "questions of both, both in the window"),
+            ("on_first", f"{pair['first']} alone"),
+        ):
+            for name, row in pair[key]["patches"].items():
+                cells = (f"{pair['first']}, {pair['second']}", judged, names.get(name, name), recovered(row))
+                yield f"| {' | '.join(cells)} | {row['kl_patched']:.3f} |"
+
+
+def pictures(found: dict[str, Any], folder: Path) -> None:
+    """The two curves, drawn: `bake-questions-MODEL.svg` and `bake-anchors-MODEL.svg`."""
+    for model, entry in found["models"].items():
+        contexts = entry.get("contexts", {})
+        lines = {
+            context: [(float(n), 100 * row["kl_recovered"]) for n, row in rows.items()]
+            for context, rows in _all_measured(contexts, QUESTIONS).items()
+        }
+        if lines:
+            _draw(curves(lines, "questions", "recovered, %", "x"), folder / f"bake-questions-{model}.svg")
+        lines = {
+            f"{context}, {kind}": [(100 * row[f"{kind}_kl_ratio"], 100 * row["kl_recovered"]) for row in rows.values()]
+            for context, rows in _all_measured(contexts, ANCHORS).items()
+            for kind in ("neutral", "untouched")
+        }
+        if lines:
+            across = "moved elsewhere, % of the KL without patch"
+            _draw(curves(lines, across, "recovered, %"), folder / f"bake-anchors-{model}.svg")
+
+
+def _draw(figure: Figure, path: Path) -> None:
+    with style():
+        figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
 
 
 def distillations(model: str, contexts: dict[str, Any]) -> Iterator[str]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from baking.judge import Judge
+from baking.material import Material
 from contextfold.anatomy import Block, Bound, first_output
-from contextfold.bake import Example, Frame, bake, joints_of
+from contextfold.bake import EMPHASIS, Example, Frame, bake, joints_of
 from contextfold.bake.joint import OUTPUT, OuterJoint
 from contextfold.bake.solve import pairs_of, visited
 from contextfold.lowrank import LowRank
@@ -69,13 +70,26 @@ class Bake(Way):
     """One of the estimators of `contextfold.bake`."""
 
     method: str = ""
-    anchored: bool = False
-    """Whether neutral questions join the solve."""
-    sampled: bool = False
-    """Whether a second answer to each question, a sampled one, joins it."""
+    answers: int = 1
+    """To each question: the greedy one, and a sampled one."""
+    anchors: int = 0
+    """Neutral questions that join the solve."""
+    questions: int | None = None
+    """So many of them alone."""
+    emphasis: float = EMPHASIS
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it is an estimator as users have it, and no point of a curve."""
+        return self.anchors == 0 and self.questions is None and self.emphasis == EMPHASIS
+
+    def chosen(self, stuff: Material) -> tuple[Example, ...]:
+        """What it learns from."""
+        parts = (stuff.calibration, stuff.sampled)[: self.answers]
+        return (*(e for part in parts for e in part[: self.questions]), *stuff.anchors[: self.anchors])
 
     def learn(self, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Learnt:
-        patch = bake(bound, frame, examples, method=self.method, batch=BATCH).patch
+        patch = bake(bound, frame, examples, method=self.method, batch=BATCH, emphasis=self.emphasis).patch
         return Learnt(partial(materialised, bound, patch), {"patch_bytes": patch.nbytes}, patch)
 
 

@@ -1,6 +1,6 @@
 """Reusable patches: a context learnt from questions and answers, in closed form, layer by layer."""
 
-from contextfold.bake.door import Baked, bake, places
+from contextfold.bake.door import EMPHASIS, Baked, bake, places
 from contextfold.bake.estimators import ESTIMATORS, Estimator, estimator
 from contextfold.bake.examples import Example, Frame, answered, digest_of
 from contextfold.bake.joint import joints_of
@@ -8,6 +8,7 @@ from contextfold.bake.prefix import Prefix, padded
 from contextfold.bake.solve import GRID, BakedSite
 
 __all__ = [
+    "EMPHASIS",
     "ESTIMATORS",
     "GRID",
     "Baked",
