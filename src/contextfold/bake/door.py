@@ -24,7 +24,7 @@ from contextfold.store import Store, key_of
 
 __all__ = ["EMPHASIS", "Baked", "bake", "places"]
 
-EMPHASIS = 16.0
+EMPHASIS = 4.0
 """What an error counts where an answer is said, in units of one where a question is read; see docs/bake.md."""
 
 MOST = 1e6
