@@ -5,6 +5,7 @@ trial is repeated by its seed. `table` writes them into `docs/reliability.md`. `
 brings.
 
     python scripts/attack.py files [--trials 2000] [--seed 0] [--only NAME]
+    python scripts/attack.py folders [--trials 400] [--seed 0] [--only NAME]
     python scripts/attack.py numbers [--trials 2000] [--seed 0]
     python scripts/attack.py memory
     python scripts/attack.py header [--seconds 300]
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -38,6 +40,8 @@ from contextfold.anatomy import bind  # noqa: E402
 from contextfold.files import write_json  # noqa: E402
 from contextfold.versions import versions  # noqa: E402
 from doors import DOORS  # noqa: E402
+from folders import FOLDERS  # noqa: E402
+from folders import ended as read  # noqa: E402
 from watched import Broken, kept  # noqa: E402
 from wounds import DOORS as NUMBERS  # noqa: E402
 from wounds import FAMILIES, TEXTS, WOUNDS, wounded  # noqa: E402
@@ -49,17 +53,20 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 DRAWN = 5
 """A page is drawn in a quarter of a second, all else is read in milliseconds: so many times fewer trials."""
 
+DATA = 12 * 2**30
+"""Bytes that a process may take while it reads folders."""
+
 PLACES = 50
 """Folders that the trials of a door take turns in: what one left there, the next one finds."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("campaign", choices=["files", "numbers", "memory", "header", "table"])
-    parser.add_argument("--trials", type=int, default=2000, help="per door of files, or in all of numbers")
+    parser.add_argument("campaign", choices=["files", "folders", "numbers", "memory", "header", "table"])
+    parser.add_argument("--trials", type=int, default=2000, help="per door of files or folders, or in all of numbers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=int, default=300)
-    parser.add_argument("--only", default="", help="doors of files whose name holds this")
+    parser.add_argument("--only", default="", help="doors of files or folders whose name holds this")
     chosen = parser.parse_args()
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
@@ -71,6 +78,8 @@ def main() -> None:
         match chosen.campaign:
             case "files":
                 found = files(Path(place), chosen.trials, chosen.seed, chosen.only)
+            case "folders":
+                found = folders(Path(place), chosen.trials, chosen.seed, chosen.only)
             case "numbers":
                 found = numbers(Path(place), chosen.trials, chosen.seed)
             case "memory":
@@ -104,6 +113,27 @@ def files(place: Path, trials: int, seed: int, only: str) -> dict[str, Any]:
             except Broken as error:
                 broken.setdefault(str(error).splitlines()[0][:120], []).append(trial)
         found[door.name] = row(count, ended, broken)
+    return found
+
+
+def folders(place: Path, trials: int, seed: int, only: str) -> dict[str, Any]:
+    """Every door, `trials` times. What a folder makes its reader ask for and touch is bounded, so that a machine
+    outlives a failure."""
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA, DATA))
+    found = {}
+    for door in FOLDERS:
+        if only not in door.name:
+            continue
+        ended: Counter[str] = Counter()
+        broken: dict[str, list[int]] = {}
+        here = place / door.name
+        here.mkdir()
+        for trial in range(trials):
+            try:
+                ended[read(door, here, Random(f"{seed} {trial}"))] += 1
+            except AssertionError as error:
+                broken.setdefault(str(error).splitlines()[0][:120], []).append(trial)
+        found[door.name] = row(trials, ended, broken)
     return found
 
 
@@ -158,6 +188,9 @@ def row(trials: int, ended: Counter[str], broken: dict[str, list[int]]) -> dict[
 ROWS = {
     "files": ("A spoilt file of any kind ends in a right answer or in one line: nothing is run or written elsewhere, "
               "no hang, memory in proportion", "`tests/hostile/test_files.py`", "### Files from elsewhere"),
+    "folders": ("A spoilt folder (an export, a model, what stands where an export goes) ends likewise, whatever its "
+                "files, links, pipes, sizes, names and depth", "`tests/hostile/test_folders.py`",
+                "### Folders from elsewhere"),
     "memory": ("A small file that wants much memory gets a bounded multiple of its size", "", None),
     "header": ("The parser of a patch's header raises typed errors alone, as a fuzzer follows its branches", "", None),
     "numbers": ("Hostile numbers end in a finite result or in an outcome with a name, through every door",

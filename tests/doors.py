@@ -19,14 +19,14 @@ from contextfold.files import Kept
 from contextfold.fold import fold_token
 from contextfold.inspection import patch_json
 from contextfold.patch import Patch
-from contextfold.prompts import read_argument
+from contextfold.prompts import encode, read_argument
 from contextfold.questions import read_questions
 from contextfold.runtime import check_match, materialised, run
 from contextfold.spectra import spectra
 from contextfold.store import Store
 from contextfold.sweep import read_jobs
 from spoil import spoiled_bytes, spoiled_json, spoiled_tensors, spoiled_value
-from tiny import shared, tokens
+from tiny import letters, shared, tokens
 
 __all__ = ["DOORS", "Door"]
 
@@ -140,6 +140,26 @@ def _questions(folder: Path, rng: Random) -> tuple[Callable[[], object], Path]:
     return lambda: strict(read_questions(read_argument(f"@{path}"))), path
 
 
+CONTEXT = "Answer in é and ẞ.\r\n\tTwo  spaces, \u202e, \0 and 𝔘.\n"
+
+
+def _context(folder: Path, rng: Random) -> tuple[Callable[[], object], Path]:
+    """As `--context @file` and `--query @file` read it, down to token ids."""
+    path = folder / "context.txt"
+    path.write_bytes(spoiled_bytes(CONTEXT.encode(rng.choice(("utf-8", "utf-8-sig", "utf-16"))), rng))
+    tokenizer = _once("letters", letters)
+
+    def read() -> None:
+        text = read_argument(f"@{path}")
+        if text.encode() != path.read_bytes().removeprefix(b"\xef\xbb\xbf"):
+            raise AssertionError("another text than the file holds")
+        spans = encode(tokenizer, text, "q")
+        if len(spans.query) != 1 or len(spans.context) > len(text) + 1:
+            raise AssertionError("other tokens than the text has characters")
+
+    return read, path
+
+
 def _kept(folder: Path, rng: Random) -> tuple[Callable[[], object], Path]:
     entry = {"rows": [{"a": 1.5, "b": None}], "seconds": 0.25, "error": None}
     work = Kept(folder)
@@ -196,6 +216,7 @@ DOORS = (
     Door("patch file", _patch_file, 32),
     Door("jobs file", _jobs, 1000),
     Door("question file", _questions, 32),
+    Door("context file", _context, 64),
     Door("report", _report, 0),
     Door("kept work", _kept, 32),
     Door("solved place", _store, 32),

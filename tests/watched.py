@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contextfold.ceiling import peak_memory, reset_peak, used_memory
 from contextfold.errors import ContextfoldError
 
 __all__ = ["Broken", "Watch", "kept"]
@@ -29,6 +30,12 @@ DEADLINE = 20
 
 LONGEST = 2000
 """Characters of a message: a whole file must not stand in it."""
+
+EVIL = "evil"
+"""What hostile files call a module that they want imported."""
+
+CONSTANT, RESIDENT = 2**22, 2**26
+"""Bytes that any door may take: of Python's own, and of the process, which keeps what it once had."""
 
 
 class Broken(AssertionError):
@@ -49,6 +56,8 @@ class Watch:
             return
         if event in RUNS:
             self.ran.append(f"{event} {args!r:.200}")
+        elif event == "import" and str(args[0]).partition(".")[0] == EVIL:
+            self.ran.append(f"{event} {args[0]}")
         elif event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self.wrote.append(str(args[0]))
         elif event in CHANGES and args[-1] == -1:
@@ -74,16 +83,21 @@ def _deadline(seconds: int) -> Iterator[None]:
 
 
 def kept(
-    door: Callable[[], object], folder: Path, *, size: int = 0, multiple: int = 0, deadline: int = DEADLINE
-) -> str:
+    door: Callable[[], object], folder: Path, *, size: int = 0, multiple: int = 0, resident: int = 0,
+    deadline: int = DEADLINE,
+) -> str:  # fmt: skip
     """How `door` ended: `taken`, or the name of the error that refused.
 
     Raises `Broken` for any error but our own, one of more than a line, a write outside of `folder`, code that was run,
-    more than `deadline` seconds, and, with `multiple`, more memory than that times `size` bytes and a constant.
+    more than `deadline` seconds, and, with `multiple`, more memory than that times `size` bytes and a constant; with
+    `resident` the same of all that the process has in memory, whoever asked for it.
     """
     _watch.ran.clear()
     _watch.wrote.clear()
     started = time.monotonic()
+    if resident:
+        reset_peak()
+        before = used_memory()
     if multiple:
         tracemalloc.start()
     try:
@@ -105,8 +119,10 @@ def kept(
                 _watch.on = False
         if multiple:
             peak = tracemalloc.get_traced_memory()[1]
-            if peak > multiple * size + 2**22:
+            if peak > multiple * size + CONSTANT:
                 raise Broken(f"{peak} bytes of memory for a file of {size}")
+        if resident and (taken := (peak_memory() or 0) - before) > resident * size + RESIDENT:
+            raise Broken(f"{taken} bytes in memory for {size}")
     finally:
         if multiple:
             tracemalloc.stop()

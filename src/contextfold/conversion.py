@@ -15,7 +15,6 @@ import io
 import json
 import os
 import re
-import struct
 import warnings
 from collections.abc import Callable, Iterator
 from logging import ERROR, getLogger
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 import torch
-from safetensors import SafetensorError
 
 from contextfold.errors import InputError, NotWritten, one_line
+from contextfold.incoming import UNREADABLE
 from contextfold.scratch import flush, flush_all, hidden_folder, sweep
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from contextfold.ceiling import Placement
 
 __all__ = [
-    "UNREADABLE",
     "cache_folder",
     "converted",
     "key_of_file",
@@ -45,12 +43,6 @@ __all__ = [
     "read_converted",
     "read_model",
 ]
-
-UNREADABLE = (OSError, ValueError, LookupError, RuntimeError, ImportError, struct.error, SafetensorError)
-"""What transformers, gguf and safetensors were seen to raise on files that they cannot read.
-
-Anything else is a bug of ours or of theirs and keeps its traceback.
-"""
 
 _RECIPE = "1"
 """Part of every key: raise it when a conversion would write something else than before."""
@@ -145,7 +137,7 @@ def _write_folder(file: Path, folder: Path) -> None:
         if attribute in vars(model.config):
             delattr(model.config, attribute)
     model.save_pretrained(folder)
-    full = AutoTokenizer.from_pretrained(str(file.parent), **place)
+    full = AutoTokenizer.from_pretrained(str(file.parent), trust_remote_code=False, **place)
     # Saved as the plain class, which reads tokenizer.json as it stands: a class of its own would rebuild it.
     plain = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=full.backend_tokenizer,

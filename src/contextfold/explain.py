@@ -21,8 +21,9 @@ from torch import nn
 
 from contextfold.anatomy import Bound, Family, family_of
 from contextfold.calculus import Demand, Verdict, answer, definitions
-from contextfold.errors import InputError, NoWay, UnsupportedModel
+from contextfold.errors import InputError, NoWay, UnsupportedModel, one_line
 from contextfold.forms import expression_of, kind_of, sites_of
+from contextfold.incoming import UNREADABLE, check_folder
 from contextfold.rules import REFERENCES, Choice, UpdateRule, choose, rules_for
 
 __all__ = ["BlockExplanation", "Explanation", "PlannedRule", "explain", "explanation_view"]
@@ -148,11 +149,12 @@ def _configuration(source: Any) -> Any:
     remote = not Path(source).exists() and HUB_ID.fullmatch(str(source)) is not None
     if not remote and not (Path(source) / "config.json").is_file():
         raise InputError(f"there is no config.json in {source}; give a folder that holds one, or a configuration")
+    if not remote:
+        check_folder(Path(source))
     try:
         return AutoConfig.from_pretrained(str(source), trust_remote_code=False, local_files_only=not remote)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"no configuration that is known here at {source}: {reason}") from error
+    except UNREADABLE as error:
+        raise InputError(f"no configuration that is known here at {source}: {one_line(error)}") from error
 
 
 def _skeleton(config: Any) -> nn.Module:
@@ -164,9 +166,10 @@ def _skeleton(config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = lay_out(config, trust_remote_code=False)
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedModel(f"no causal language model is laid out from this configuration: {reason}") from error
+    except UNREADABLE as error:
+        raise UnsupportedModel(
+            f"no causal language model is laid out from this configuration: {one_line(error)}"
+        ) from error
     return model
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from contextfold.errors import InputError, NotWritten
 from contextfold.scratch import flush, hidden_file, sweep
 
-__all__ = ["Kept", "expanded", "parsed_json", "plain", "read_whole", "replacing", "write_json"]
+__all__ = ["Kept", "expanded", "parsed_json", "plain", "read_regular", "read_whole", "replacing", "write_json"]
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 """One by its number, or as it is; two that belong together are a character."""
@@ -45,6 +46,20 @@ def read_whole(path: Path, limit: int) -> bytes:
     if size > limit:
         raise InputError(f"{path} has more than {limit} bytes, the most that is read here; give a smaller file")
     return b"".join(parts)
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """As `read_whole`, of what is a file: a pipe in a folder would be waited for until somebody writes to it.
+
+    Raises as `read_whole`, and `OSError` for what is no file.
+    """
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "no file is called so") from error
+    if not regular:
+        raise OSError(errno.EINVAL, "it is no file")
+    return read_whole(path, limit)
 
 
 @overload

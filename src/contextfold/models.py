@@ -20,7 +20,6 @@ import torch
 from contextfold import processes, room
 from contextfold.ceiling import Placement, give_back_freed_memory, place, used_memory, without_reserves
 from contextfold.conversion import (
-    UNREADABLE,
     converted,
     key_of_file,
     key_of_text,
@@ -31,6 +30,7 @@ from contextfold.conversion import (
 )
 from contextfold.errors import InputError, one_line
 from contextfold.files import expanded
+from contextfold.incoming import ATTENTIONS, UNREADABLE, check_configuration, check_folder, check_size, refuse_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,9 +39,6 @@ __all__ = ["ATTENTIONS", "BUILTINS", "DTYPES", "Builtin", "Loaded", "load"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that weights may be loaded in."""
-
-ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
-"""The attention back ends that may be asked for by name; none of them is fetched from the hub."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +232,10 @@ def _load_folder(path: Path, name: str, how: _How) -> Loaded:
         files = sorted(path.glob("*.gguf"))
         hint = f"give the GGUF file: {files[0]}" if files else "give a folder written by save_pretrained"
         raise InputError(f"the folder {path} has no config.json, so it is not a transformers model; {hint}")
+    check_folder(path)
     try:
         with quiet():
+            check_size(path)
             return _load_plain(str(path), name, how, local_files_only=True)
     except InputError:
         raise
@@ -264,16 +263,41 @@ def _load_hub(name: str, how: _How) -> Loaded:
         ) from error
 
 
-def _load_plain(source: str, name: str, how: _How, *, local_files_only: bool) -> Loaded:
-    from transformers import AutoTokenizer
+def _check_hub(name: str) -> None:
+    """As `check_folder`, of what lies on the hub or in its cache. Raises `InputError`, and what transformers raises."""
+    from transformers import PreTrainedConfig
+    from transformers.utils.peft_utils import find_adapter_config_file
 
+    if find_adapter_config_file(name) is not None:
+        refuse_adapter(name)
+    found, _ = PreTrainedConfig.get_config_dict(name)
+    check_configuration(found, name)
+
+
+def _load_plain(source: str, name: str, how: _How, *, local_files_only: bool) -> Loaded:
     # The tokenizer first: it is small, and without one the gigabytes are of no use.
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
+    tokenizer = _tokenizer(source, local_files_only=local_files_only)
+    if not local_files_only:
+        _check_hub(name)
     placement = _placed(name, source, how, local_files_only=local_files_only)
     options: dict[str, Any] = {"local_files_only": local_files_only}
     options |= _shared(name, source, how, **options)
     model = read_model(source, dtype=how.dtype, attention=how.attention, placement=placement, **options)
     return _loaded(model, tokenizer, name, placement)
+
+
+def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
+    """Tried on an empty text: what its configuration says is not looked at before. Raises what `UNREADABLE` lists."""
+    from transformers import AutoTokenizer
+
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        found("")
+    except Exception as error:
+        if type(error) is Exception:  # all that the library of tokenizers knows
+            raise ValueError(str(error)) from error
+        raise
+    return found
 
 
 def _loaded(

@@ -127,7 +127,25 @@ def _hold(path: Path) -> int | None:
 def _remove(path: Path) -> None:
     """As far as that goes: it is gone already after a rename, and cannot go from a disk that became read-only."""
     with contextlib.suppress(OSError):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        if not path.is_dir():
             path.unlink()
+            return
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        except RecursionError:
+            _remove_deep(path)
+
+
+def _remove_deep(path: Path) -> None:
+    """A folder that is deeper than Python follows; links are removed and not followed."""
+    folders = [str(path)]
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    os.unlink(entry.path)
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from contextfold.anatomy.wrapped import device_of, is_offloaded, value_of
-from contextfold.errors import NotExportable
+from contextfold.errors import NotExportable, one_line
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.proof import gap, logits, rounding_gap
 from contextfold.export.rounding import lost, write_float32
@@ -26,7 +27,7 @@ __all__ = ["Checkpoint"]
 LOST = Path("rounding") / "lost.safetensors"
 """In a folder of its own: servers read every safetensors file that lies beside the weights."""
 
-REFUSALS = (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, NotImplementedError, ImportError)
+REFUSALS = (OSError, ValueError, TypeError, LookupError, RuntimeError, AttributeError, ImportError, SafetensorError)
 """What transformers was seen to raise for models that it cannot write or read back."""
 
 
@@ -144,7 +145,7 @@ def _refusals(what: str) -> Iterator[None]:
         yield
     except REFUSALS as error:
         raise NotExportable(
-            f"the checkpoint {what} by transformers {version('transformers')}: {' '.join(str(error).split())}"
+            f"the checkpoint {what} by transformers {version('transformers')}: {one_line(error)}"
         ) from error
 
 

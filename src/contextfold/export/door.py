@@ -8,7 +8,7 @@ from contextfold.anatomy import Bound
 from contextfold.anatomy.block import is_plain
 from contextfold.anatomy.sharded import refuse_sharded
 from contextfold.anatomy.wrapped import adapters, is_offloaded
-from contextfold.errors import InputError, NotExportable
+from contextfold.errors import InputError, NotExportable, one_line
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.card import write_card
 from contextfold.export.checkpoint import Checkpoint
@@ -23,6 +23,9 @@ __all__ = ["EXPORTERS", "check", "export"]
 
 EXPORTERS: tuple[type[Exporter], ...] = (PeftFolder, Checkpoint, GgufAdapter)
 """Every target, by the name of its class; the command line takes its choices from here."""
+
+BESIDE = 2**28
+"""Bytes of a file that holds no weights, at most: a tokenizer, a configuration."""
 
 
 def export(source: Source, exporter: Exporter, out: Path, probe: Run | None = None) -> Proof:
@@ -55,9 +58,16 @@ def check(source: Source, exporter: Exporter, folder: Path, probe: Run | None = 
     _check_plain(source.bound, source.patch)
     receipt = receipt_of(folder)
     if receipt.get("target") != exporter.name:
-        raise InputError(f"{folder} is an export to {receipt.get('target')!r}, not to {exporter.name!r}")
-    check_files(folder, receipt)
+        other = one_line(repr(receipt.get("target")))
+        raise InputError(f"{folder} is an export to {other}, not to {exporter.name!r}")
+    check_files(folder, receipt, _most(source))
     return exporter.check(source, folder, probe_of(source.bound) if probe is None else probe)
+
+
+def _most(source: Source) -> int:
+    """Bytes that a file of an export can have: a model, what rounding took from it in float32, a tokenizer."""
+    weights = sum(parameter.nbytes for parameter in source.bound.model.parameters())
+    return 3 * weights + 2 * source.patch.nbytes + BESIDE
 
 
 def _check_plain(bound: Bound, patch: Patch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from contextfold.errors import InputError, NotWritten, one_line
-from contextfold.files import parsed_json, read_whole
+from contextfold.files import parsed_json, read_regular
 from contextfold.scratch import flush, flush_all, hidden_folder, sweep
 
 __all__ = ["FORMAT", "RECEIPT", "Stage", "check_files", "check_target", "receipt_of", "staged"]
@@ -89,7 +89,7 @@ def staged(target: Path) -> Iterator[Stage]:
 def receipt_of(folder: Path) -> dict[str, Any]:
     """What the folder says of itself. Raises `InputError` when no export wrote it."""
     try:
-        found = parsed_json(read_whole(folder / RECEIPT, LARGEST).decode("utf-8"))
+        found = parsed_json(read_regular(folder / RECEIPT, LARGEST).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} holds no readable {RECEIPT}, so no export wrote it") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -97,28 +97,53 @@ def receipt_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def check_files(folder: Path, receipt: Mapping[str, Any]) -> None:
+def check_files(folder: Path, receipt: Mapping[str, Any], most: int) -> None:
     """Refuse a folder that is not what was written, before another program reads it.
 
     A file that the receipt does not name may be one that a loader prefers: pickled weights, code, a configuration. Nor
-    is a link followed out of the folder. Raises `InputError`.
+    is a link followed out of the folder, a pipe waited for, or a file read that is larger than `most` bytes. Raises
+    `InputError`.
     """
     wanted = receipt.get("files")
     if not isinstance(wanted, dict):
         raise InputError(f"{folder / RECEIPT} names no files: export the patch again")
-    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
-    found.pop(RECEIPT, None)
-    link = next((path for path in folder.rglob("*") if path.is_symlink()), None)
-    if link is not None:
-        raise InputError(f"{link} is a link, and an export writes none: export the patch again")
-    other = min(set(found) ^ set(wanted), default=None)
-    if other is not None:
-        what = "is not one of the files that were" if other in found else "is not there, but was"
-        raise InputError(f"{one_line(repr(other))} in {folder} {what} written: export the patch again")
-    for name, path in found.items():
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != wanted[name]:
-                raise InputError(f"{path} is not the file that was written: export the patch again")
+    try:
+        found = dict(_sizes(folder))
+        found.pop(RECEIPT, None)
+        other = min(set(found) ^ set(wanted), default=None)
+        if other is not None:
+            what = "is not one of the files that were" if other in found else "is not there, but was"
+            raise _other(other, folder, what)
+        for name, size in found.items():
+            if size > most:
+                raise _other(name, folder, f"has {size} bytes, more than can have been")
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted[name]:
+                    raise _other(name, folder, "is not the file that was")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be read ({one_line(error)}): export the patch again") from error
+
+
+def _other(name: str, folder: Path, what: str) -> InputError:
+    return InputError(f"{one_line(repr(name))} in {folder} {what} written: export the patch again")
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """Name below `folder` and bytes of every file, however deep. Raises `InputError` for links and what is no file."""
+    waiting = [""]
+    while waiting:
+        where = waiting.pop()
+        with os.scandir(folder / where) as entries:
+            for entry in entries:
+                name = where + entry.name
+                if entry.is_symlink():
+                    raise _other(name, folder, "is a link, and none was")
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(name + "/")
+                elif entry.is_file(follow_symlinks=False):
+                    yield name, entry.stat(follow_symlinks=False).st_size
+                else:
+                    raise _other(name, folder, "is no file, and nothing else was")
 
 
 def _is_ours(folder: Path) -> bool:

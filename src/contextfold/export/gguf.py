@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, BinaryIO, ClassVar, final
 
 import numpy as np
 import torch
 
-from contextfold.errors import InputError, NotExportable
+from contextfold.errors import InputError, NotExportable, one_line
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.layout import refuse_scales
 from contextfold.export.proof import gap, logits, rounding_gap
@@ -26,6 +27,15 @@ FILE = "adapter.gguf"
 
 ARCHITECTURES = {"llama": "llama"}
 """Model type -> architecture of llama.cpp, for the families that `make interop-llama` compares in llama.cpp itself."""
+
+HEADER = struct.Struct("<4sIQQ")
+"""Magic, version, number of tensors, number of entries."""
+
+ENTRIES, LONGEST = 16, 2**16
+"""Of a header, at most: entries, and bytes of a text. Ours has four."""
+
+TEXT, FLOAT32 = 8, 6
+"""Kinds of entries that ours has."""
 
 REORDERED = ("attn_q", "attn_k", "attn_qkv")
 """Maps whose rows llama.cpp's converter moves."""
@@ -64,9 +74,14 @@ class GgufAdapter(Exporter):
     def check(self, source: Source, folder: Path, probe: Run) -> Proof:
         """Read the file with the gguf library, and apply what it holds beside our own weights."""
         gguf = _library()
-        found = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(folder / FILE).tensors}
         names = _names(source, gguf)
         deltas = _deltas(source.patch)
+        try:
+            with (folder / FILE).open("rb") as file:
+                _check_header(file, 2 * len(deltas), gguf.GGUF_VERSION)
+            found = {t.name: torch.from_numpy(np.array(t.data)) for t in gguf.GGUFReader(folder / FILE).tensors}
+        except (OSError, ValueError, LookupError, struct.error) as error:
+            raise InputError(f"{folder / FILE} cannot be read ({one_line(error)}); export the patch again") from error
         read: dict[Site, LowRank] = {}
         for site, name in names.items():
             if {f"{name}.lora_a", f"{name}.lora_b"} <= found.keys():
@@ -92,6 +107,32 @@ class GgufAdapter(Exporter):
                 "not run. `make interop-llama` does.",
             ),
         )
+
+
+def _check_header(file: BinaryIO, tensors: int, version: int) -> None:
+    """Refuse what ours does not say: the reader believes any count, and makes lists as long.
+
+    Raises `ValueError`, and `struct.error` where the file ends before.
+    """
+    magic, found, count, entries = HEADER.unpack(file.read(HEADER.size))
+    if (magic, found) != (b"GGUF", version) or count > tensors or entries > ENTRIES:
+        raise ValueError("its header is not that of the adapter")
+    for _ in range(entries):
+        _read_text(file)
+        (kind,) = struct.unpack("<I", file.read(4))
+        if kind == TEXT:
+            _read_text(file)
+        elif kind == FLOAT32:
+            file.read(4)
+        else:
+            raise ValueError(f"its header has an entry of kind {kind}")
+
+
+def _read_text(file: BinaryIO) -> None:
+    (size,) = struct.unpack("<Q", file.read(8))
+    if size > LONGEST:
+        raise ValueError(f"its header has a text of {size} bytes")
+    file.read(size)
 
 
 def _library() -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from contextfold.export.layout import Layout, Pair, lay_out, refuse_scales
 from contextfold.export.names import stored_names
 from contextfold.export.proof import gap, logits, rounding_gap
 from contextfold.export.ranks import check_rank, cut, served_rank
-from contextfold.files import parsed_json, read_whole
+from contextfold.files import parsed_json, read_regular
 from contextfold.patch import MatrixEdit, Patch
 from contextfold.runtime import Run, applied
 
@@ -35,8 +36,8 @@ __all__ = ["PeftFolder"]
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-REFUSALS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, NotImplementedError)
-"""What PEFT was seen to raise for modules that it cannot wrap."""
+REFUSALS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, NotImplementedError, SafetensorError)
+"""What PEFT was seen to raise for modules that it cannot wrap, and for weights that it cannot read."""
 
 
 @final
@@ -178,7 +179,7 @@ def _settings(source: Source, layout: Layout) -> dict[str, Any]:
 def _check_settings(folder: Path, wanted: Mapping[str, Any]) -> None:
     """Refuse a configuration that says more than ours: PEFT imports modules and runs patterns that one names."""
     try:
-        found = parsed_json(read_whole(folder / CONFIG, LARGEST).decode("utf-8"))
+        found = parsed_json(read_regular(folder / CONFIG, LARGEST).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / CONFIG} cannot be read ({one_line(error)}); export the patch again") from error
     if found != wanted or not (folder / WEIGHTS).is_file():  # without it PEFT looks for pickled ones
@@ -230,7 +231,7 @@ def _loaded(model: nn.Module, folder: Path, layout: Layout, probe: Run) -> tuple
             found = logits(loaded.get_base_model(), probe)
     except REFUSALS as error:
         raise NotExportable(
-            f"peft {version('peft')} does not take this patch ({' '.join(str(error).split())}); export a checkpoint"
+            f"peft {version('peft')} does not take this patch ({one_line(error)}); export a checkpoint"
         ) from error
     return found, _held(loaded, layout)
 
