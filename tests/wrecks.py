@@ -239,6 +239,6 @@ def spoil(folder: Path, rng: Random, mark: Path) -> None:
         sign(folder)
     receipt = folder / RECEIPT
     if rng.random() < 0.15 and receipt.is_file() and receipt.stat().st_size < 2**20:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             value = json.loads(receipt.read_bytes())
             receipt.write_bytes(spoiled_json(value, rng).encode(errors="surrogatepass"))
