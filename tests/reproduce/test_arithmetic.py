@@ -84,7 +84,7 @@ def test_the_filter_and_the_scores_are_those_of_plain_runs(made_up):
     tails = [prompts.encode(tokenizer, "Do it.\n", line(asked[k])).query for k in left[:LEARN]]
     ends = tokenizer("\n", add_special_tokens=False)["input_ids"]
     examples = answered(bound, before, tails, tokens=TOKENS, stop=ends)
-    patch = bake(bound, Frame(before[:1], before[1:]), examples, method="output")
+    patch = bake(bound, Frame(before[:1], before[1:]), examples, method="output", emphasis=1.0)
     right = [str(task.answer(asked[k])) for k in left[-JUDGE:]]
     with materialised(bound, patch.patch):
         said = [say(model, tokenizer, line(asked[k])) for k in left[-JUDGE:]]

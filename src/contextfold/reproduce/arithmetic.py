@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,15 +131,16 @@ def measure_task(
     learnt, judged = left[:learn], left[-judge:]
     examples = [said[i] for i in learnt]
     patches: dict[str, Patch] = {}
+    learn_by = partial(bake, bound, emphasis=1.0)  # all tokens alike, as in the papers
     for way in ways:
-        patches[way] = bake(bound, job.frame, examples, method=way).patch
+        patches[way] = learn_by(job.frame, examples, method=way).patch
         found["ways"][way] = sum(job.patched(patches[way], judged))
         advance()
     found["judged"] = judge
     found["controls"]["random"] = sum(job.patched(random_like(patches[ways[0]]), judged))
     if other is not None:
         foreign = _Asked.of(bound, tokenizer, prompt_of(TASKS[other], shown, shots), asked, TASKS[other])
-        patch = bake(bound, foreign.frame, foreign.answers(foreign.frame.full, learnt), method=ways[0]).patch
+        patch = learn_by(foreign.frame, foreign.answers(foreign.frame.full, learnt), method=ways[0]).patch
         found["controls"]["other_task"] = sum(job.patched(patch, judged))
         found["agree"] = sum(job.right[i] == foreign.right[i] for i in judged)
     advance()

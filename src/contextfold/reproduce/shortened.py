@@ -7,6 +7,7 @@ model answers reference questions as with the whole cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,13 +77,14 @@ def measure_budget(
         "ways": {}, "controls": {},
     }  # fmt: skip
     advance()
+    learn_by = partial(bake, bound, emphasis=1.0)  # all tokens alike, as in the paper
     for way in ways:
-        patch = bake(bound, frame, learnt, method=way).patch
+        patch = learn_by(frame, learnt, method=way).patch
         found["ways"][way] = _under(bound, patch, frame, held_out, wanted)
         if controls and way == ways[0]:
             other = Frame(frame.kept, _tokens(tokenizer, suites.OTHER_CONTEXT))
             for name, wrong in (
-                ("random", random_like(patch)), ("other_document", bake(bound, other, learnt, method=way).patch),
+                ("random", random_like(patch)), ("other_document", learn_by(other, learnt, method=way).patch),
             ):  # fmt: skip
                 found["controls"][name] = _under(bound, wrong, frame, held_out, wanted)
         advance()
