@@ -191,6 +191,19 @@ def test_hub_id_is_asked_for_without_its_code_and_its_failure_is_one_line(monkey
     assert asked == {"source": "owner/model", "trust_remote_code": False, "local_files_only": False}
 
 
+def test_a_model_on_the_hub_that_needs_its_own_code_is_refused_by_name(monkeypatch):
+    from transformers import AutoTokenizer
+
+    def fail(source, **options):
+        raise ValueError("Please pass the argument `trust_remote_code=True` to allow custom code to be run.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    message = refusal("owner/model")
+    assert "owner/model" in message
+    assert "no such code is run here: there is no option" in message
+    assert "trust_remote_code" not in message
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
 def test_unsupported_dtype_is_refused(folder, dtype):
     message = refusal(folder, dtype=dtype)

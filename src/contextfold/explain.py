@@ -23,7 +23,7 @@ from contextfold.anatomy import Bound, Family, family_of
 from contextfold.calculus import Demand, Verdict, answer, definitions
 from contextfold.errors import InputError, NoWay, UnsupportedModel, one_line
 from contextfold.forms import expression_of, kind_of, sites_of
-from contextfold.incoming import UNREADABLE, check_folder
+from contextfold.incoming import UNREADABLE, check_folder, reason
 from contextfold.rules import REFERENCES, Choice, UpdateRule, choose, rules_for
 
 __all__ = ["BlockExplanation", "Explanation", "PlannedRule", "explain", "explanation_view"]
@@ -154,7 +154,7 @@ def _configuration(source: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source), trust_remote_code=False, local_files_only=not remote)
     except UNREADABLE as error:
-        raise InputError(f"no configuration that is known here at {source}: {one_line(error)}") from error
+        raise InputError(f"no configuration that is known here at {source}: {reason(error)}") from error
 
 
 def _skeleton(config: Any) -> nn.Module:

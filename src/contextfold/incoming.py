@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from contextfold.errors import InputError, one_line
 from contextfold.files import read_regular
 
-__all__ = ["ATTENTIONS", "UNREADABLE", "check_configuration", "check_folder", "check_size", "refuse_adapter"]
+__all__ = ["ATTENTIONS", "UNREADABLE", "check_configuration", "check_folder", "check_size", "reason", "refuse_adapter"]
 
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError,
               RuntimeError, ImportError, struct.error, SafetensorError, StrictDataclassError)  # fmt: skip
@@ -91,6 +91,13 @@ def refuse_adapter(name: str) -> None:
         f"the model '{name}' holds a PEFT adapter (adapter_config.json), which loading would put into it unseen; give "
         "the model without it, or merge the adapter (merge_and_unload) and give what save_pretrained writes"
     )
+
+
+def reason(error: Exception) -> str:
+    """Why transformers cannot read it, in one line. Its own advice, `trust_remote_code=True`, is none here."""
+    if "trust_remote_code" in str(error):
+        return "it needs code that comes with it, and no such code is run here: there is no option for that"
+    return one_line(error)
 
 
 def check_configuration(found: Any, name: str) -> None:

@@ -30,7 +30,15 @@ from contextfold.conversion import (
 )
 from contextfold.errors import InputError, one_line
 from contextfold.files import expanded
-from contextfold.incoming import ATTENTIONS, UNREADABLE, check_configuration, check_folder, check_size, refuse_adapter
+from contextfold.incoming import (
+    ATTENTIONS,
+    UNREADABLE,
+    check_configuration,
+    check_folder,
+    check_size,
+    reason,
+    refuse_adapter,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -242,7 +250,7 @@ def _load_folder(path: Path, name: str, how: _How) -> Loaded:
     except UNREADABLE as error:
         raise InputError(
             f"the folder {path} cannot be loaded as a causal language model with its tokenizer "
-            f"({one_line(error)}); give a complete folder written by save_pretrained, weights in safetensors"
+            f"({reason(error)}); give a complete folder written by save_pretrained, weights in safetensors"
         ) from error
 
 
@@ -258,7 +266,7 @@ def _load_hub(name: str, how: _How) -> Loaded:
         raise
     except UNREADABLE as error:
         raise InputError(
-            f"the model '{name}' is no folder here and cannot be loaded from the hub ({one_line(error)}); "
+            f"the model '{name}' is no folder here and cannot be loaded from the hub ({reason(error)}); "
             f"check the name and the connection, or give a folder, a .gguf file, {_other_names()}"
         ) from error
 

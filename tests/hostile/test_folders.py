@@ -217,9 +217,10 @@ def test_a_model_that_needs_its_own_code_is_refused_by_name(tmp_path):
     names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "evil", "auto_map": names}))
     for door in (models.load, explain):
-        with pytest.raises(ContextfoldError, match="model") as met:
+        with pytest.raises(ContextfoldError, match="no such code is run here: there is no option") as met:
             door(str(path.parent))
         assert str(path.parent) in str(met.value)
+        assert "trust_remote_code" not in str(met.value)  # which transformers advises
         assert len(str(met.value).splitlines()) == 1
 
 
