@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from random import Random
 import pytest
 
 import folders
+import ggufs
 import wrecks
 from contextfold import models
 from contextfold.errors import ContextfoldError, InputError
@@ -178,6 +180,17 @@ def test_a_configuration_that_transformers_believes(file, entries, place):
     assert through("model", place, change) == "InputError"
 
 
+def test_a_checkpoint_whose_configuration_transformers_believes(place):
+    """An error of huggingface_hub's own."""
+
+    def change(folder):
+        found = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**found, "hidden_size": [32]}))
+        wrecks.sign(folder)
+
+    assert through("checkpoint", place, change) == "NotExportable"
+
+
 # --- code that a configuration names ---------------------------------------------------------------------------------
 
 ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -222,6 +235,19 @@ def test_a_model_that_needs_its_own_code_is_refused_by_name(tmp_path):
         assert str(path.parent) in str(met.value)
         assert "trust_remote_code" not in str(met.value)  # which transformers advises
         assert len(str(met.value).splitlines()) == 1
+
+
+def test_a_tokenizer_beside_a_gguf_file_runs_no_code(tmp_path, monkeypatch):
+    """transformers asked whether it may run what a configuration there names."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ggufs.write(tmp_path / "tiny.gguf")
+    names = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with contextlib.suppress(InputError):
+        models.load(str(tmp_path / "tiny.gguf"))
+    assert not asked
 
 
 # --- the helpers can fail --------------------------------------------------------------------------------------------

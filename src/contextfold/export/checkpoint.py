@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from contextfold.anatomy.wrapped import device_of, is_offloaded, value_of
@@ -20,15 +19,13 @@ from contextfold.errors import NotExportable, one_line
 from contextfold.export.base import Exporter, Proof, Source
 from contextfold.export.proof import gap, logits, rounding_gap
 from contextfold.export.rounding import lost, write_float32
+from contextfold.incoming import UNREADABLE
 from contextfold.runtime import Run, materialised
 
 __all__ = ["Checkpoint"]
 
 LOST = Path("rounding") / "lost.safetensors"
 """In a folder of its own: servers read every safetensors file that lies beside the weights."""
-
-REFUSALS = (OSError, ValueError, TypeError, LookupError, RuntimeError, AttributeError, ImportError, SafetensorError)
-"""What transformers was seen to raise for models that it cannot write or read back."""
 
 
 @final
@@ -143,7 +140,7 @@ def _ties(model: nn.Module) -> set[tuple[str, str]]:
 def _refusals(what: str) -> Iterator[None]:
     try:
         yield
-    except REFUSALS as error:
+    except UNREADABLE as error:
         raise NotExportable(
             f"the checkpoint {what} by transformers {version('transformers')}: {one_line(error)}"
         ) from error
