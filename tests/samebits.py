@@ -1,9 +1,9 @@
 """Everything that is solved, exported and generated from fixed inputs, by what it is to the bit.
 
-    python tests/samebits.py THREADS MODEL FILE
+    python tests/samebits.py THREADS MODEL FILE WORK ...
 
-writes all tensors of one process into a safetensors file, and into its metadata what the company in a batch changes;
-another process is another run.
+writes all tensors of these works of one process into a safetensors file, and, where `company` is among them, into its
+metadata what the company in a batch changes; another process is another run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from contextfold.anatomy import Bound, bind
 from contextfold.bake import Frame, answered, bake
 from contextfold.export import Checkpoint, PeftFolder, Source, export
 from contextfold.fold import fold_sequence, fold_token
-from contextfold.patch import Edit, MatrixEdit
+from contextfold.patch import Edit, MatrixEdit, Patch
 from contextfold.patchfile import packed
 from contextfold.stepwise import Window, generate
 
 WORKS = ("fold_token", "fold_sequence", "bake", "export", "generate")
+
+COMPANY = "company"
+"""Work that is compared within one process."""
 
 CONTEXT, QUERY = 11, 24
 """Tokens."""
@@ -45,23 +49,38 @@ def model_of(name: str) -> nn.Module:
     return models.load(name).model
 
 
-def everything(bound: Bound) -> dict[str, Tensor]:
-    """All results by the name of the work and of the tensor."""
+def everything(bound: Bound, works: Collection[str] = WORKS) -> dict[str, Tensor]:
+    """All results of these works by the name of the work and of the tensor."""
+    found: dict[str, Tensor] = {}
     context, query = _tokens(bound, CONTEXT, 1), _tokens(bound, QUERY, 3)
-    folded = fold_token(bound, context, query)
-    sequence = fold_sequence(bound, context, query)
+    if {"fold_token", "export"} & set(works):
+        folded = fold_token(bound, context, query)
+        if "fold_token" in works:
+            found |= _named("fold_token", folded.patch)
+        if "export" in works:
+            found |= {f"export/{name}": each for name, each in _exported(bound, folded.patch).items()}
+    if "fold_sequence" in works:
+        found |= _named("fold_sequence", fold_sequence(bound, context, query).patch)
+    if "bake" in works:
+        found |= _baked(bound, context)
+    if "generate" in works:
+        prompts = [context, _tokens(bound, 7, 9)]
+        steps = list(generate(bound, prompts, Window(), tokens=6, prove_every=2, temperature=1.0))
+        found["generate/tokens"] = torch.tensor([step.chosen for step in steps])
+        found["generate/gaps"] = torch.tensor([step.logit_gap for step in steps], dtype=torch.float64)
+    return {name: each.contiguous().clone() for name, each in found.items()}
+
+
+def _named(work: str, patch: Patch) -> dict[str, Tensor]:
+    return {f"{work}/{name}": each for name, each in packed(patch.edits)[0].items()}
+
+
+def _baked(bound: Bound, context: Tensor) -> dict[str, Tensor]:
     frame = Frame(_tokens(bound, 2, 5), context)
     asked = [_tokens(bound, 3 + i % 3, 50 + i) for i in range(5)]
     examples = answered(bound, frame.full, asked, tokens=4, temperature=1.0)
-    baked = bake(bound, frame, examples, lam0=1e-2)
-    found: dict[str, Tensor] = {f"bake/answer {i}": e.tail for i, e in enumerate(examples)}
-    for work, patch in (("fold_token", folded.patch), ("fold_sequence", sequence.patch), ("bake", baked.patch)):
-        found |= {f"{work}/{name}": each for name, each in packed(patch.edits)[0].items()}
-    found |= {f"export/{name}": each for name, each in _exported(bound, folded.patch).items()}
-    steps = list(generate(bound, [context, _tokens(bound, 7, 9)], Window(), tokens=6, prove_every=2, temperature=1.0))
-    found["generate/tokens"] = torch.tensor([step.chosen for step in steps])
-    found["generate/gaps"] = torch.tensor([step.logit_gap for step in steps], dtype=torch.float64)
-    return {name: each.contiguous().clone() for name, each in found.items()}
+    answers = {f"bake/answer {i}": e.tail for i, e in enumerate(examples)}
+    return answers | _named("bake", bake(bound, frame, examples, lam0=1e-2).patch)
 
 
 def composition(bound: Bound) -> dict[str, float]:
@@ -132,4 +151,5 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
     bound = bind(model_of(sys.argv[2]))
-    save_file(everything(bound), sys.argv[3], metadata={name: str(n) for name, n in composition(bound).items()})
+    company = composition(bound) if COMPANY in sys.argv[4:] else {}
+    save_file(everything(bound, sys.argv[4:]), sys.argv[3], metadata={name: str(n) for name, n in company.items()})

@@ -21,7 +21,7 @@ def test_another_process_gives_the_same_bits(tmp_path):
     torch.set_num_threads(1)
     paths = [str(each) for each in (samebits.__file__, contextfold.__path__[0])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.dirname(path) for path in paths)}
-    command = [sys.executable, samebits.__file__, "1", "gemma3_text", str(tmp_path / "other")]
+    command = [sys.executable, samebits.__file__, "1", "gemma3_text", str(tmp_path / "other"), *samebits.WORKS]
     subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
     bound = bind(samebits.model_of("gemma3_text"))
     rows = samebits.apart(samebits.everything(bound), load_file(tmp_path / "other"))
