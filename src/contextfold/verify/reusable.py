@@ -259,8 +259,8 @@ def evaluate(
     `held_out` are questions with the in-context model's answers, none of which the patch was made from. `controls`
     are patches that must not do what this one does, or what reads them when they are wanted; a random one of equal norm
     is always among them. `elsewhere` names examples with the *bare* model's answers. `fewer` are patches that were made
-    from a smaller number of questions. `stop` ends an answer when the patched model is left alone. `scorer` says what an
-    answer is worth; it is asked about those of the model with the context, patched, and bare.
+    from a smaller number of questions. `stop` ends an answer when the patched model is left alone. `scorer` says what
+    an answer is worth; it is asked about those of the model with the context, patched, and bare.
 
     Raises `InputError` without held-out questions, or when the context does nothing on them.
     """
