@@ -117,7 +117,8 @@ def bake() -> dict[str, Any]:
             "unpatched_top1": 0.25, "same_answers": 0.5,
             "controls": {"random_patch": {**share, "kl_recovered": -0.125}},
             "elsewhere": {"other/text": {"kl_patched": 0.03125, "kl_context": 0.25, "kl_ratio": 0.0625}},
-            "strengths": {"0.5": 0.5}, "fewer": {"8": {**share, "kl_recovered": 0.75}}, "calibration_tokens": 100, "held_out": held_out, "spectra": SPECTRA,
+            "strengths": {"0.5": 0.5}, "fewer": {"8": {**share, "kl_recovered": 0.75}}, "calibration_tokens": 100,
+            "held_out": held_out, "spectra": SPECTRA,
             "sites": [{"layer": k, "role": "output map", "rank": 3, "explained": 0.5, "weight_ratio": 0.125}
                       for k in range(2)], "receipt": RECEIPT}  # fmt: skip
 
