@@ -53,6 +53,7 @@ WAYS: tuple[Way, ...] = (
     Nothing("none"),
     *(Bake(e.name, "estimator", e.name) for e in ESTIMATORS),
     Bake(f"{DEFAULT}-sampled", "estimator", DEFAULT, answers=2),
+    Bake("attention-sampled", "estimator", "attention", answers=2),
     Bake("even", "variant", DEFAULT, answers=2, emphasis=1.0),
     *(Bake(f"{n} anchors", "variant", DEFAULT, answers=2, anchors=n) for n in (10, 30)),
     *(Bake(f"{n} questions", "variant", DEFAULT, answers=2, questions=n) for n in (8, 16, 32)),

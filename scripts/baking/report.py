@@ -18,6 +18,8 @@ MIB = 2**20
 
 WHOLE = "two-sites-sampled"
 """The default of the command."""
+BEHIND_NORMS = {"gemma3-270m": "attention-sampled"}
+"""The same for models whose MLPs answer through a norm."""
 QUESTIONS = {**{n: f"{n} questions" for n in (8, 16, 32)}, 64: WHOLE}
 """Rows of the curve over the number of questions."""
 ANCHORS = {0: WHOLE, **{n: f"{n} anchors" for n in (10, 30)}}
@@ -203,7 +205,7 @@ def keeping(model: str, entry: dict[str, Any]) -> Iterator[str]:
         row["patch_bytes"]
         for facts in entry.get("contexts", {}).values()
         for name, row in facts["ways"].items()
-        if name == "two-sites"
+        if name == BEHIND_NORMS.get(model, WHOLE)
     ]
     if not rows or not sizes:
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tiny
 from contextfold.anatomy import Bound, bind
-from contextfold.bake import ESTIMATORS, Baked, Example, Frame, answered, bake
+from contextfold.bake import ESTIMATORS, Baked, Example, Frame, answered, bake, places
 from contextfold.bake import examples as answering
 from contextfold.errors import InputError
 from contextfold.runtime import Run, materialised, run
@@ -61,6 +61,19 @@ def test_known_questions_are_answered_as_with_the_context(bound: Bound, method: 
     assert after < limit * before
     with materialised(bound, baked.patch * -1.0):
         assert gap(wanted, answers(bound, examples, FRAME.kept)) > before
+
+
+def test_behind_norms_attention_alone_is_edited_unless_both_are_asked_for() -> None:
+    for name, method, roles in (
+        ("llama", "auto", {"attention output map", "output map"}),
+        ("gemma3_text", "auto", {"attention output map"}),
+        ("gemma3_text", "two-sites", {"attention output map", "output map"}),
+    ):
+        bound = bind(tiny.shared(name))
+        examples = answered(bound, FRAME.full, questions(3, 50), tokens=2)
+        baked = bake(bound, FRAME, examples, method=method)
+        assert {site.role for site in baked.sites} == roles
+        assert places(bound, method) == len(baked.sites)
 
 
 def test_kept_tokens_do_not_move() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from contextfold.anatomy import Block, DenseBlock
 from contextfold.bake.joint import ATTENTION, INNER, OUTPUT
 from contextfold.errors import InputError
 
-__all__ = ["ESTIMATORS", "Estimator", "estimator"]
+__all__ = ["AUTO", "ESTIMATORS", "Estimator", "estimator"]
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,21 @@ ESTIMATORS = (
     Estimator("matrix", (INNER,), "[T]", "thought matrix: one solve on z for all input maps of a block"),
     Estimator("all", (ATTENTION, INNER, OUTPUT), "[ours]", "every place, one after the other"),
 )  # fmt: skip
-"""The estimators, the default first."""
+"""The estimators, the best one for most models first."""
 
 
-def estimator(name: str) -> Estimator:
-    """The estimator of that name. Raises `InputError`."""
+def estimator(name: str, blocks: Sequence[Block] = ()) -> Estimator:
+    """The estimator of that name; `auto` is the best known one for a model of such blocks.
+
+    Behind a norm an MLP can only answer by a branch of given length, and where a context does little its edit does more
+    harm than good (docs/bake.md): there the attention output map alone is edited, where the anatomy names it. Raises
+    `InputError` for other names.
+    """
+    if name == AUTO:
+        behind = any(isinstance(b, DenseBlock) and b.norm_post is not None and b.attention_output for b in blocks)
+        name = "attention" if behind else ESTIMATORS[0].name
     for known in ESTIMATORS:
         if known.name == name:
             return known
-    raise InputError(f"estimator {name!r} is unknown; choose one of {', '.join(e.name for e in ESTIMATORS)}")
+    names = ", ".join((AUTO, *(known.name for known in ESTIMATORS)))
+    raise InputError(f"estimator {name!r} is unknown; choose one of {names}")

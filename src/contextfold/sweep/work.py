@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contextfold import models, prompts, suites
 from contextfold.anatomy import Bound
-from contextfold.bake import Example, Frame, answered, bake
+from contextfold.bake import Example, Frame, answered, bake, estimator
 from contextfold.ceiling import proc_status, reset_peak
 from contextfold.errors import ContextfoldError, InputError
 from contextfold.questions import questions
@@ -95,7 +95,8 @@ class Worker:
             *(e for seed in _draws(job) for e in ask(frame.full, laid.tails[:n], seed=seed)),
             *ask(frame.kept, general[: given["anchors"]], moves=False),
         ]
-        plan = {"method": job.method, "lam0": given["penalty"], "tol": given["tol"]}
+        method = estimator(job.method, bound.blocks).name
+        plan = {"method": method, "lam0": given["penalty"], "tol": given["tol"]}
         started = time.monotonic()
         baked = bake(bound, frame, examples, **plan)
         solved = round(time.monotonic() - started, 3)
@@ -108,7 +109,7 @@ class Worker:
         verdict = evaluate(
             bound, baked, frame, ask(frame.full, laid.tails[n:]), controls=wrong,
             elsewhere={"general questions": ask(frame.kept, general[ANCHORS:], moves=False)},
-            strengths=(0.5, 1.5), stop=laid.stop, name=job.model, method=job.method,
+            strengths=(0.5, 1.5), stop=laid.stop, name=job.model, method=method,
         )  # fmt: skip
         return {**verdict.to_json(), "solve_seconds": solved, "patch_bytes": baked.patch.nbytes}
 
