@@ -279,6 +279,7 @@ def test_the_campaign_sees_what_is_written(place, monkeypatch):
         Path(f"{name}/../outside/kept").write_text("changed")
         raise InputError("no model")
 
+    through("model", place, lambda folder: None)  # what is done once in a process, before the first trial, is done
     monkeypatch.setattr(folders.models, "load", load)
     with pytest.raises((Broken, AssertionError), match=r"wrote|changed"):
         through("model", place, lambda folder: None)
