@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from contextfold.errors import InputError
+from contextfold.incoming import laid_out
 
 __all__ = [
     "Placement",
@@ -170,7 +171,7 @@ def place(name: str, source: str, dtype: torch.dtype, ceiling: int, **options: A
 
 def _skeleton(source: str, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
     """The model without weights. Raises what transformers raises, and `InputError` for quantised weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     if getattr(config, "quantization_config", None) is not None:
@@ -178,9 +179,7 @@ def _skeleton(source: str, dtype: torch.dtype, options: Mapping[str, Any]) -> An
             "the weights are quantised, and only plain ones can be left in their files; load the model without a "
             "ceiling, or give its unquantised weights"
         )
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        return factory.from_config(config, dtype=dtype, trust_remote_code=False)
+    return laid_out(config, dtype=dtype)
 
 
 def _parts(skeleton: nn.Module) -> tuple[dict[str, Any], dict[str, list[torch.Tensor]]]:

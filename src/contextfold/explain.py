@@ -13,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +22,7 @@ from contextfold.anatomy import Bound, Family, family_of
 from contextfold.calculus import Demand, Verdict, answer, definitions
 from contextfold.errors import InputError, NoWay, UnsupportedModel, one_line
 from contextfold.forms import expression_of, kind_of, sites_of
-from contextfold.incoming import UNREADABLE, check_folder, reason
+from contextfold.incoming import UNREADABLE, check_folder, laid_out, reason
 from contextfold.rules import REFERENCES, Choice, UpdateRule, choose, rules_for
 
 __all__ = ["BlockExplanation", "Explanation", "PlannedRule", "explain", "explanation_view"]
@@ -159,18 +158,13 @@ def _configuration(source: Any) -> Any:
 
 def _skeleton(config: Any) -> nn.Module:
     """The model of a configuration, on the meta device: shapes without weights."""
-    from transformers import AutoModelForCausalLM
-
     family_of(config.model_type)
-    lay_out: Any = AutoModelForCausalLM.from_config
     try:
-        with torch.device("meta"):
-            model: nn.Module = lay_out(config, trust_remote_code=False)
+        return laid_out(config)
     except UNREADABLE as error:
         raise UnsupportedModel(
             f"no causal language model is laid out from this configuration: {one_line(error)}"
         ) from error
-    return model
 
 
 def _layers(model: nn.Module, family: Family) -> Iterator[tuple[int, nn.Module]]:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,11 +52,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
     Raises as `read_whole`, and `OSError` for what is no file.
     """
-    try:
-        regular = stat.S_ISREG(path.stat().st_mode)
-    except ValueError as error:
-        raise OSError(errno.EINVAL, "no file is called so") from error
-    if not regular:
+    if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "it is no file")
     return read_whole(path, limit)
 

@@ -18,11 +18,21 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from contextfold.errors import InputError, one_line
 from contextfold.files import read_regular
 
-__all__ = ["ATTENTIONS", "UNREADABLE", "check_configuration", "check_folder", "check_size", "reason", "refuse_adapter"]
+__all__ = [
+    "ATTENTIONS",
+    "UNREADABLE",
+    "check_configuration",
+    "check_folder",
+    "check_size",
+    "laid_out",
+    "reason",
+    "refuse_adapter",
+]
 
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError,
               RuntimeError, ImportError, struct.error, SafetensorError, StrictDataclassError)  # fmt: skip
@@ -124,7 +134,7 @@ def check_size(path: Path) -> None:
 
     Quantised weights are packed, and not counted. Raises `InputError`, and what `UNREADABLE` lists.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     files = sorted(path.glob("*.safetensors"))
@@ -134,15 +144,25 @@ def check_size(path: Path) -> None:
     for each in files:
         with safe_open(each, framework="pt") as file:
             held += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        skeleton = factory.from_config(config, trust_remote_code=False)
-    laid = sum(parameter.numel() for parameter in skeleton.parameters())
+    laid = sum(parameter.numel() for parameter in laid_out(config).parameters())
     if laid > LARGER * held:
         raise InputError(
             f"the configuration of '{path}' lays out {laid} numbers, and its weights hold {held}; give a complete "
             "folder written by save_pretrained"
         )
+
+
+def laid_out(config: Any, **options: Any) -> nn.Module:
+    """The causal language model of a configuration, on the meta device: shapes without weights.
+
+    Raises what `UNREADABLE` lists.
+    """
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: nn.Module = factory.from_config(config, trust_remote_code=False, **options)
+    return model
 
 
 def _settings(found: Any, levels: int) -> Iterator[tuple[str, Any]]:

@@ -166,8 +166,7 @@ def load(
 
     `max_memory` is a ceiling, in bytes, on what the whole process takes at its peak: as many weights stay in their
     files as that asks for (`contextfold.ceiling`), and `Loaded.placement` says which. From then on the process gives
-    memory back when it is freed, and keeps no reserves. The next
-    load without a ceiling lifts it.
+    memory back when it is freed, and keeps no reserves. The next load without a ceiling lifts it.
 
     `shared` shares the weights out over the processes that `torchrun` started, by the tensor-parallel plan of
     transformers; every process has to call this.
