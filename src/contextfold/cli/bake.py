@@ -86,12 +86,12 @@ def bake(
     if answers < 1:
         raise InputError(f"--answers {answers} leaves nothing to learn from; give at least 1")
     loaded = load_model(model, dtype, max_memory)
-    job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json, keep_answers)
+    job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json, keep_answers, controls, curve)
     learn, judge = job.split(queries, held_out)
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
     plan = {"method": known(estimator, job.bound.blocks).name, "lam0": read_penalty(penalty), "tol": tol}
     with working(out_file) as store:
-        baked, verdict = job.run(learn, judge, anchors, plan, (controls, curve), store, model)
+        baked, verdict = job.run(learn, judge, anchors, plan, store, model)
         written = written_patch(baked.patch, out_file, verdict.holds)
     payload = {"context": prompts.read_argument(context), **verdict.to_json(), "spectra": spectra(baked.patch)}
     rows = spelled(payload["held_out"], decode)
@@ -127,6 +127,8 @@ class _Job:
     quiet: bool
     kept: Path | None
     """Where answers are kept."""
+    controls: bool
+    curve: bool
 
     def lay_out(self, asked: list[str]) -> Any:
         from contextfold import prompts
@@ -165,8 +167,7 @@ class _Job:
         return read_questions("\n".join(asked)) if asked else []
 
     def run(
-        self, learn: list[str], judge: list[str], anchors: int, plan: dict[str, Any], beside: tuple[bool, bool],
-        store: Path | None, name: str,
+        self, learn: list[str], judge: list[str], anchors: int, plan: dict[str, Any], store: Path | None, name: str
     ) -> tuple[Any, Any]:  # fmt: skip
         from contextfold import suites
         from contextfold.verify import evaluate
@@ -185,9 +186,8 @@ class _Job:
         other = ask(frame.kept, general[ELSEWHERE_FROM:], moves=False)
         baked = self.solve("baking", frame, (*known, *held), plan, store)
         with TemporaryDirectory(dir=None if store is None else store.parent, prefix=".controls.") as aside:
-            controls, curve = beside
-            wrong = self.wrong(frame, known, plan, Path(aside)) if controls else {}
-            fewer = self.fewer(frame, known, held, plan, Path(aside)) if curve else {}
+            wrong = self.wrong(frame, known, plan, Path(aside)) if self.controls else {}
+            fewer = self.fewer(frame, known, held, plan, Path(aside)) if self.curve else {}
             verdict = evaluate(
                 self.bound, baked, frame, judged, controls=wrong, elsewhere={"general questions": other},
                 strengths=(0.5, 1.5), fewer=fewer, stop=laid.stop, name=name, method=plan["method"],
