@@ -23,7 +23,9 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -101,18 +103,15 @@ def files(place: Path, trials: int, seed: int, only: str) -> dict[str, Any]:
     for door in DOORS:
         if only not in door.name:
             continue
-        ended: Counter[str] = Counter()
-        broken: dict[str, list[int]] = {}
+        tally = Tally()
         count = trials if door.multiple else trials // DRAWN
         for trial in range(count):
             folder = place / door.name.replace(" ", "-") / str(trial % PLACES)
             folder.mkdir(parents=True, exist_ok=True)
             call, path = door.make(folder, Random(f"{seed} {trial}"))
-            try:
-                ended[kept(call, folder, size=path.stat().st_size, multiple=door.multiple)] += 1
-            except Broken as error:
-                broken.setdefault(str(error).splitlines()[0][:120], []).append(trial)
-        found[door.name] = row(count, ended, broken)
+            size = path.stat().st_size
+            tally.add(trial, partial(kept, call, folder, size=size, multiple=door.multiple), Broken)
+        found[door.name] = tally.row()
     return found
 
 
@@ -124,24 +123,19 @@ def folders(place: Path, trials: int, seed: int, only: str) -> dict[str, Any]:
     for door in FOLDERS:
         if only not in door.name:
             continue
-        ended: Counter[str] = Counter()
-        broken: dict[str, list[int]] = {}
+        tally = Tally()
         here = place / door.name
         here.mkdir()
         for trial in range(trials):
-            try:
-                ended[read(door, here, Random(f"{seed} {trial}"))] += 1
-            except AssertionError as error:
-                broken.setdefault(str(error).splitlines()[0][:120], []).append(trial)
-        found[door.name] = row(trials, ended, broken)
+            tally.add(trial, partial(read, door, here, Random(f"{seed} {trial}")), AssertionError)
+        found[door.name] = tally.row()
     return found
 
 
 def numbers(place: Path, trials: int, seed: int) -> dict[str, Any]:
     """Wounds in turn, on families and dtypes that are drawn; for each model one text through every door."""
     bind(wounded_plain())  # torch writes folders of its own when it is first used
-    ended: dict[str, Counter[str]] = {name: Counter() for name in ("bind", *NUMBERS)}
-    broken: dict[str, dict[str, list[int]]] = {name: {} for name in ended}
+    tallies = {name: Tally() for name in ("bind", *NUMBERS)}
     for trial, wound in zip(range(trials // (len(NUMBERS) + 1)), turns(list(WOUNDS)), strict=False):
         rng = Random(f"{seed} {trial}")
         kind, dtype, text = rng.choice(FAMILIES), rng.choice(DTYPES), rng.choice(list(TEXTS))
@@ -149,17 +143,14 @@ def numbers(place: Path, trials: int, seed: int) -> dict[str, Any]:
         folder.mkdir()
 
         def step(name: str, call: Any, trial: int = trial, folder: Path = folder) -> None:
-            try:
-                ended[name][kept(call, folder, deadline=60)] += 1
-            except Broken as error:
-                broken[name].setdefault(str(error).splitlines()[0][:120], []).append(trial)
+            tallies[name].add(trial, partial(kept, call, folder, deadline=60), Broken)
 
         step("bind", lambda: models.append(wounded(kind, wound, dtype, rng)))  # noqa: B023 (called at once)
         for name, door in NUMBERS.items():
             if models:
                 laid = TEXTS[text](rng)
                 step(name, lambda: door(models[0], laid, folder))  # noqa: B023 (called at once)
-    return {name: row(sum(ended[name].values()) + missed(broken[name]), ended[name], broken[name]) for name in ended}
+    return {name: tally.row() for name, tally in tallies.items()}
 
 
 def wounded_plain() -> Any:
@@ -173,16 +164,26 @@ def turns(values: list[str]) -> Iterator[str]:
         yield from values
 
 
-def missed(broken: dict[str, list[int]]) -> int:
-    return sum(map(len, broken.values()))
+@dataclass
+class Tally:
+    """How the trials of a door ended, and which broke a promise."""
 
+    ended: Counter[str] = field(default_factory=Counter)
+    broken: dict[str, list[int]] = field(default_factory=dict)
 
-def row(trials: int, ended: Counter[str], broken: dict[str, list[int]]) -> dict[str, Any]:
-    """`failures` names by message the first trials that met it."""
-    return {
-        "trials": trials, "ended": dict(sorted(ended.items())), "failed": missed(broken),
-        "failures": {words: at[:3] for words, at in broken.items()},
-    }  # fmt: skip
+    def add(self, trial: int, attempt: Callable[[], str], failure: type[AssertionError]) -> None:
+        try:
+            self.ended[attempt()] += 1
+        except failure as error:
+            self.broken.setdefault(str(error).splitlines()[0][:120], []).append(trial)
+
+    def row(self) -> dict[str, Any]:
+        """`failures` names by message the first trials that met it."""
+        failed = sum(map(len, self.broken.values()))
+        return {
+            "trials": self.ended.total() + failed, "ended": dict(sorted(self.ended.items())), "failed": failed,
+            "failures": {words: at[:3] for words, at in self.broken.items()},
+        }  # fmt: skip
 
 
 ROWS = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from matplotlib import rc_context
 
 from contextfold.report.canvas import style
 from contextfold.report.figures import curves
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 MARKERS = re.compile(r"(<!-- bake: [^>]*-->\n).*?(<!-- /bake -->)", re.DOTALL)
 MIB = 2**20
 
+ELSEWHERE = ("neutral", "untouched")
+"""Kinds of questions on which a patch is to do nothing."""
+
 WHOLE = "two-sites-sampled"
 """The default of the command."""
 BEHIND_NORMS = {"gemma3-270m": "attention-sampled"}
@@ -24,6 +29,8 @@ QUESTIONS = {**{n: f"{n} questions" for n in (8, 16, 32)}, 64: WHOLE}
 """Rows of the curve over the number of questions."""
 ANCHORS = {0: WHOLE, **{n: f"{n} anchors" for n in (10, 30)}}
 """Rows of the curve over the number of neutral questions."""
+POINTS = {*QUESTIONS.values(), *ANCHORS.values()} - {WHOLE}
+"""Rows that stand in the tables of the curves alone."""
 
 
 def page(text: str, found: dict[str, Any]) -> str:
@@ -46,35 +53,38 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield from keeping(model, entry)
 
 
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield from ("", title, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
+    for cells in rows:
+        yield f"| {' | '.join(cells)} |"
+
+
 def ways_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
-    yield from ("", f"**{model}**", "")
-    yield "| context | way | recovered | KL, nats | top-1 | best control | neutral | untouched | solved in | peak |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    columns = ("context", "way", "recovered", "KL, nats", "top-1", "best control", *ELSEWHERE, "solved in", "peak")
+    yield from table(f"**{model}**", columns, ways_rows(contexts))
+
+
+def ways_rows(contexts: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for context, facts in contexts.items():
         for name, row in facts["ways"].items():
-            if name in (*QUESTIONS.values(), *ANCHORS.values()) and name != WHOLE:
+            if name in POINTS:
                 continue
             controls = {key: control["kl_recovered"] for key, control in row["controls"].items()}
             best = max(controls, key=lambda key: controls[key], default="")
-            cells = (
+            yield (
                 context,
                 name,
                 recovered(row),
                 f"{row['kl_patched']:.3f}",
                 percent(row["top1"]),
                 f"{percent(controls[best])} ({best.replace('_', ' ')})" if best else "",
-                percent(row["neutral_kl_ratio"]),
-                percent(row["untouched_kl_ratio"]),
+                *(percent(row[f"{kind}_kl_ratio"]) for kind in ELSEWHERE),
                 f"{row['seconds_solve']:.0f} s",
                 f"{row['peak_bytes'] / row['weights_bytes']:.2f} × weights",
             )
-            yield "| " + " | ".join(cells) + " |"
         moved = facts["elsewhere_context"]
-        cells = (
-            context, "the context itself", "", "0", "", "", percent(moved["neutral"]["kl_ratio"]),
-            percent(moved["untouched"]["kl_ratio"]), "", "",
-        )  # fmt: skip
-        yield "| " + " | ".join(cells) + " |"
+        ratios = (percent(moved[kind]["kl_ratio"]) for kind in ELSEWHERE)
+        yield (context, "the context itself", "", "0", "", "", *ratios, "", "")
 
 
 def percent(share: float) -> str:
@@ -98,45 +108,44 @@ def questions_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
     measured = _all_measured(contexts, QUESTIONS)
     if not measured:
         return
-    yield from ("", f"Recovered on {model} by the number of questions, two answers to each:", "")
-    yield "| context | " + " | ".join(str(count) for count in QUESTIONS) + " |"
-    yield "|---" * (1 + len(QUESTIONS)) + "|"
-    for context, rows in measured.items():
-        yield f"| {context} | " + " | ".join(recovered(row) for row in rows.values()) + " |"
+    yield from table(
+        f"Recovered on {model} by the number of questions, two answers to each:",
+        ("context", *map(str, QUESTIONS)),
+        ((context, *map(recovered, rows.values())) for context, rows in measured.items()),
+    )
 
 
 def anchors_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
     measured = _all_measured(contexts, ANCHORS)
     if not measured:
         return
-    yield from ("", f"What quiet elsewhere costs on {model}, by the number of neutral questions in the solve:", "")
-    yield "| context | anchors | recovered | neutral | untouched |"
-    yield "|---|---|---|---|---|"
-    for context, rows in measured.items():
-        for count, row in rows.items():
-            moved = (percent(row[f"{kind}_kl_ratio"]) for kind in ("neutral", "untouched"))
-            yield f"| {context} | {count} | {recovered(row)} | " + " | ".join(moved) + " |"
+    yield from table(
+        f"What quiet elsewhere costs on {model}, by the number of neutral questions in the solve:",
+        ("context", "anchors", "recovered", *ELSEWHERE),
+        (
+            (context, str(count), recovered(row), *(percent(row[f"{kind}_kl_ratio"]) for kind in ELSEWHERE))
+            for context, rows in measured.items()
+            for count, row in rows.items()
+        ),
+    )
 
 
 def composition_tables(model: str, pairs: list[dict[str, Any]]) -> Iterator[str]:
     if not pairs:
         return
-    yield from ("", f"Two contexts in one model, {model}:", "")
-    yield "| contexts | judged on | patch | recovered | KL, nats |"
-    yield "|---|---|---|---|---|"
-    for pair in pairs:
-        names = {
-            "first": pair["first"],
-            "second": pair["second"],
-            "together less second": f"together less {pair['second']}",
-        }
-        for key, judged in (
-            ("on_both", "questions of both, both in the window"),
-            ("on_first", f"{pair['first']} alone"),
-        ):
-            for name, row in pair[key]["patches"].items():
-                cells = (f"{pair['first']}, {pair['second']}", judged, names.get(name, name), recovered(row))
-                yield f"| {' | '.join(cells)} | {row['kl_patched']:.3f} |"
+    yield from table(
+        f"Two contexts in one model, {model}:",
+        ("contexts", "judged on", "patch", "recovered", "KL, nats"),
+        (cells for pair in pairs for cells in composition_rows(pair)),
+    )
+
+
+def composition_rows(pair: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    first, second = pair["first"], pair["second"]
+    names = {"first": first, "second": second, "together less second": f"together less {second}"}
+    for key, judged in (("on_both", "questions of both, both in the window"), ("on_first", f"{first} alone")):
+        for name, row in pair[key]["patches"].items():
+            yield f"{first}, {second}", judged, names.get(name, name), recovered(row), f"{row['kl_patched']:.3f}"
 
 
 def pictures(found: dict[str, Any], folder: Path) -> None:
@@ -152,7 +161,7 @@ def pictures(found: dict[str, Any], folder: Path) -> None:
         lines = {
             f"{context}, {kind}": [(100 * row[f"{kind}_kl_ratio"], 100 * row["kl_recovered"]) for row in rows.values()]
             for context, rows in _all_measured(contexts, ANCHORS).items()
-            for kind in ("neutral", "untouched")
+            for kind in ELSEWHERE
         }
         if lines:
             across = "moved elsewhere, % of the KL without patch"
@@ -160,7 +169,7 @@ def pictures(found: dict[str, Any], folder: Path) -> None:
 
 
 def _draw(figure: Figure, path: Path) -> None:
-    with style():
+    with style(), rc_context({"svg.hashsalt": path.stem}):  # the same names inside every time
         figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None})
 
 
@@ -186,16 +195,20 @@ def distillations(model: str, contexts: dict[str, Any]) -> Iterator[str]:
 def cache_table(model: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     if not rows:
         return
-    yield from ("", f"Keeping the prompt with a prefix cache, {model} (KL 0 by definition):", "")
-    yield "| tokens of context | cache | computed in | ms per token with it | without | ratio |"
-    yield "|---|---|---|---|---|---|"
+    columns = ("tokens of context", "cache", "computed in", "ms per token with it", "without", "ratio")
+    yield from table(
+        f"Keeping the prompt with a prefix cache, {model} (KL 0 by definition):", columns, cache_rows(rows)
+    )
+
+
+def cache_rows(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         if "skipped" in row:
-            yield f"| {row['context']} | not measured: {row['skipped']} | | | | |"
+            yield (str(row["context"]), f"not measured: {row['skipped']}", "", "", "", "")
             continue
         ms, bare = row["ms_per_token"], row["ms_per_token_without"]
         size, spent = f"{row['bytes'] / MIB:.1f} MiB", f"{row['seconds_prefill']:.1f} s"
-        yield f"| {row['context']} | {size} | {spent} | {ms:.1f} | {bare:.1f} | {ms / bare:.2f} |"
+        yield (str(row["context"]), size, spent, f"{ms:.1f}", f"{bare:.1f}", f"{ms / bare:.2f}")
 
 
 def keeping(model: str, entry: dict[str, Any]) -> Iterator[str]:
