@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from contextfold.anatomy import Bound
 from contextfold.bake import Example, Frame
 from contextfold.ceiling import peak_memory, reset_peak, used_memory
+from contextfold.room import give_back_freed_memory
 from contextfold.verify import Effect
 from contextfold.verify.reusable import answer_logits, compare_answers
 
@@ -53,16 +53,9 @@ class Cost:
 
 def measured(call: Callable[[], T]) -> tuple[T, Cost]:
     """The call's result and what it took."""
-    _give_back()
+    gc.collect()
+    give_back_freed_memory()  # what is free but still held would hide what the call needs
     reset_peak()
     before, started = used_memory(), clock()
     result = call()
     return result, Cost(clock() - started, max(peak_memory() - before, 0))
-
-
-def _give_back() -> None:
-    """Memory that is free but still held by the C library would hide what the next call needs."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +91,9 @@ class Bake(Way):
         return (*(e for part in parts for e in part[: self.questions]), *stuff.anchors[: self.anchors])
 
     def learn(self, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Learnt:
-        patch = bake(bound, frame, examples, method=self.method, batch=BATCH, emphasis=self.emphasis).patch
+        ask = {"method": self.method, "batch": BATCH, "emphasis": self.emphasis}
+        with TemporaryDirectory() as store:  # as the command has one
+            patch = bake(bound, frame, examples, store=Path(store), **ask).patch
         return Learnt(partial(materialised, bound, patch), {"patch_bytes": patch.nbytes}, patch)
 
 

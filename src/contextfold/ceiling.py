@@ -7,7 +7,6 @@ copied. What is kept besides the weights is a matter of the work: activations, s
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import math
 import re
@@ -25,7 +24,6 @@ from contextfold.incoming import laid_out
 
 __all__ = [
     "Placement",
-    "give_back_freed_memory",
     "peak_memory",
     "place",
     "proc_status",
@@ -33,7 +31,6 @@ __all__ = [
     "reset_peak",
     "size_text",
     "used_memory",
-    "without_reserves",
 ]
 
 UNITS: dict[str, int] = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}}
@@ -105,28 +102,6 @@ def reset_peak() -> None:
     file = Path("/proc/self/clear_refs")
     if file.exists():
         file.write_text("5")
-
-
-def without_reserves() -> None:
-    """Let the memory of every tensor above 128 KiB go back to the system when it is freed, where the C library can be
-    told to (glibc).
-
-    By itself it keeps what it was given for tensors of up to 32 MiB, and the sum of such rests passes any ceiling.
-    """
-    threshold, mmap_threshold = 2**17, -3  # M_MMAP_THRESHOLD of malloc.h
-    _glibc("mallopt", mmap_threshold, threshold)
-
-
-def give_back_freed_memory(*_: object) -> None:
-    """Give what smaller tensors left free back to the system; a hook for the forwards of a model."""
-    _glibc("malloc_trim", 0)
-
-
-def _glibc(name: str, *arguments: int) -> None:
-    if sys.platform == "linux":
-        function = getattr(ctypes.CDLL(None), name, None)  # musl has none, and gives back by itself
-        if function is not None:
-            function(*arguments)
 
 
 def place(name: str, source: str, dtype: torch.dtype, ceiling: int, **options: Any) -> Placement:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from contextfold import processes, room
-from contextfold.ceiling import Placement, give_back_freed_memory, place, used_memory, without_reserves
+from contextfold.ceiling import Placement, place, used_memory
 from contextfold.conversion import (
     converted,
     key_of_file,
@@ -181,7 +181,7 @@ def load(
     how = _How(dtype, attention, max_memory, shared)
     room.limit(None if max_memory is None else lambda: max_memory - used_memory())
     if max_memory is not None:
-        without_reserves()
+        room.without_reserves()
     for builtin in BUILTINS:
         if name == builtin.name:
             return _load_builtin(builtin, how)
@@ -311,7 +311,7 @@ def _loaded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, placement: Placement | None
 ) -> Loaded:
     if placement is not None and placement.streamed:
-        model.register_forward_pre_hook(give_back_freed_memory)
+        model.register_forward_pre_hook(room.give_back_freed_memory)
     return Loaded(model, tokenizer, name, placement=placement)
 
 

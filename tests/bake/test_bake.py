@@ -13,6 +13,8 @@ import tiny
 from contextfold.anatomy import Bound, bind
 from contextfold.bake import ESTIMATORS, Baked, Example, Frame, answered, bake, places
 from contextfold.bake import examples as answering
+from contextfold.bake import solve as solving
+from contextfold.bake.joint import Joint
 from contextfold.errors import InputError
 from contextfold.runtime import Run, materialised, run
 from contextfold.store import clear
@@ -224,11 +226,27 @@ def test_answers_of_a_stopped_command_fall_into_the_same_batches(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_stopped_bake_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch) -> list[Joint]:
+    """The places that were solved, and not taken from work that was kept."""
+    found: list[Joint] = []
+    solve = solving._solve
+
+    def counted(joint: Joint, *arguments: Any) -> Any:
+        found.append(joint)
+        return solve(joint, *arguments)
+
+    monkeypatch.setattr(solving, "_solve", counted)
+    return found
+
+
+@pytest.mark.parametrize("lam0", [1e-2, None])
+def test_a_stopped_bake_goes_on_with_the_same_bits(tmp_path: Path, lam0: float | None, solves: list[Joint]) -> None:
     bound = bind(tiny.build("llama"))
     before = bound.fingerprint
     examples = answered(bound, FRAME.full, questions(6, 50), tokens=4)
-    whole = bake(bound, FRAME, examples, **STEPS).patch
+    asked = {**STEPS, "lam0": lam0}
+    whole = bake(bound, FRAME, examples, **asked)
 
     class Stop(Exception):
         pass
@@ -238,29 +256,45 @@ def test_a_stopped_bake_goes_on_with_the_same_bits(tmp_path: Path) -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        bake(bound, FRAME, examples, store=tmp_path / "work", progress=stop, **STEPS)
+        bake(bound, FRAME, examples, store=tmp_path / "work", progress=stop, **asked)
     assert len(list((tmp_path / "work").iterdir())) == 3
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bound.model.modules())
     seen: list[int] = []
-    again = bake(bound, FRAME, examples, store=tmp_path / "work", progress=lambda done, _: seen.append(done), **STEPS)
-    assert seen == [4, 5, 6]
+    solves.clear()
+    again = bake(bound, FRAME, examples, store=tmp_path / "work", progress=lambda done, _: seen.append(done), **asked)
+    assert len(solves) == 3
+    assert seen == [1, 2, 3, 4, 5, 6]
     clear(tmp_path / "work")
     assert not (tmp_path / "work").exists()
-    for site, edit in whole.edits.items():
+    assert [s.lam0 for s in again.sites] == [s.lam0 for s in whole.sites]
+    for site, edit in whole.patch.edits.items():
         other = again.patch.edits[site]
         assert torch.equal(edit.delta.B, other.delta.B)
         assert torch.equal(edit.delta.A, other.delta.A)
     assert bound.fingerprint == before
 
 
-def test_work_of_another_bake_is_not_used(tmp_path: Path) -> None:
+def test_work_of_another_bake_is_not_used(tmp_path: Path, solves: list[Joint]) -> None:
     bound = bind(tiny.build("llama"))
     examples = answered(bound, FRAME.full, questions(6, 50), tokens=4)
     with pytest.raises(KeyboardInterrupt):
         bake(bound, FRAME, examples, store=tmp_path, progress=_interrupt, **STEPS)
-    seen: list[int] = []
-    bake(bound, FRAME, examples[:5], store=tmp_path, progress=lambda done, _: seen.append(done), **STEPS)
-    assert seen == [1, 2, 3, 4, 5, 6]
+    solves.clear()
+    bake(bound, FRAME, examples[:5], store=tmp_path, **STEPS)
+    assert len(solves) == 6
+
+
+def test_edits_that_have_acted_are_not_held(tmp_path: Path, solves: list[Joint]) -> None:
+    bound = bind(tiny.build("llama"))
+    examples = answered(bound, FRAME.full, questions(6, 50), tokens=4)
+    held: list[int] = []
+
+    def count(*_: int) -> None:
+        held.append(sum(joint.delta is not None for joint in solves))
+
+    bake(bound, FRAME, examples, store=tmp_path, progress=count, **STEPS)
+    bake(bound, FRAME, examples, progress=count, **STEPS)
+    assert held == [1] * 6 + [7, 8, 9, 10, 11, 12]
 
 
 def _interrupt(done: int, of: int) -> None:

@@ -85,7 +85,8 @@ def test_what_fits_stays_in_memory():
 
 def test_tiles_on_disk_leave_the_memory_of_the_process(monkeypatch):
     """Of 128 MiB on disk a tile or two are in memory afterwards."""
-    from contextfold.ceiling import peak_memory, reset_peak, used_memory, without_reserves
+    from contextfold.ceiling import peak_memory, reset_peak, used_memory
+    from contextfold.room import without_reserves
 
     if peak_memory() is None or not os.path.exists("/proc/self/clear_refs"):
         pytest.skip("this system does not say what was in memory")

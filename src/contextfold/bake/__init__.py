@@ -5,7 +5,7 @@ from contextfold.bake.estimators import AUTO, ESTIMATORS, Estimator, estimator
 from contextfold.bake.examples import Example, Frame, answered, digest_of
 from contextfold.bake.joint import joints_of
 from contextfold.bake.prefix import Prefix, padded
-from contextfold.bake.solve import GRID, BakedSite
+from contextfold.bake.solve import GRID
 
 __all__ = [
     "AUTO",

@@ -14,8 +14,8 @@ from contextfold.anatomy import Bound, bind
 from contextfold.bake.estimators import AUTO, estimator
 from contextfold.bake.examples import Example, Frame, digest_of
 from contextfold.bake.joint import Joint, joints_of
-from contextfold.bake.kept import keep, kept
-from contextfold.bake.solve import BakedSite, pairs_of, solve
+from contextfold.bake.kept import BakedSite, Shelf
+from contextfold.bake.solve import pairs_of, solve
 from contextfold.errors import InputError, UnsupportedModel
 from contextfold.header import receipt
 from contextfold.notebook import card, short
@@ -78,8 +78,8 @@ def bake(
             the question is read.
         batch: examples that run together; memory grows with it.
         store: a folder in which solved places are kept, so that a bake that was stopped goes on where it was, with the
-            same bits. They stay there until `contextfold.store.clear(folder)`, for when the patch is safe; those of
-            another bake are not used.
+            same bits, and does not hold the whole patch while it works. They stay there until
+            `contextfold.store.clear(folder)`, for when the patch is safe; those of another bake are not used.
         progress: told how many places of how many are solved.
 
     Raises `InputError`, `UnsupportedModel` where the model has none of the places, and `NotControllable`.
@@ -90,23 +90,20 @@ def bake(
     joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, chosen.roles)]
     if not joints:
         raise UnsupportedModel(f"{bound.model_type} has none of {', '.join(chosen.roles)}; choose another estimator")
-    work = None
+    shelf = None
     if store is not None:
-        work = Store(store, key_of(bound, "bake", digest_of(frame, examples), chosen, lam0, tol, emphasis, batch))
+        key = key_of(bound, "bake", digest_of(frame, examples), chosen, lam0, tol, emphasis, batch)
+        shelf = Shelf(Store(store, key), bound.device)
     reports: dict[str, BakedSite] = {}
-    for joint in joints:
-        report = None if work is None else kept(work, joint, bound.device)
-        if report is not None:
-            reports[joint.name] = report
 
     def solved(joint: Joint, report: BakedSite) -> None:
         reports[joint.name] = report
-        if work is not None:
-            keep(work, joint, report)
         progress(len(reports), len(joints))
 
-    if len(reports) < len(joints):
-        solve(joints, pairs_of(bound.model, frame, examples, batch, emphasis), lam0, tol, solved)
+    solve(joints, pairs_of(bound.model, frame, examples, batch, emphasis), lam0, tol, shelf, solved)
+    for joint in joints:
+        if shelf is not None:
+            shelf.take(joint)
     patch = _patch(bound, frame, joints, chosen.roles)
     return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
 

@@ -99,7 +99,7 @@ class OuterJoint(Joint):
         source = whole_input(m, first_tensor(args, kwargs))
         if self.delta is None:
             parts = tuple(lane.parts.pop((self, k)) for k in range(len(self.base)))
-            self.steps.arrive(Stop(self, source, lane, lane.pick(output), parts, lane.guard(source)))
+            self.steps.arrive(Stop(self, source, lane, output, parts, lane.guard(source)))
         if not lane.edited or self.delta is None:
             return None
         return (output + self.delta(source.to(self.delta.B.dtype))).to(output.dtype)
@@ -112,7 +112,7 @@ class OuterJoint(Joint):
     def joined(self, stop: Stop) -> Tensor:
         """`(n, d)`, float64: what the branch joins."""
         parts = (r.factor.to(part.device) * part.double() for r, part in zip(self.base, stop.parts, strict=True))
-        return sum(parts, torch.zeros((), dtype=torch.float64, device=stop.output.device))
+        return sum(parts, torch.zeros((), dtype=torch.float64, device=stop.given.device))
 
     def branch(self, full: Stop, reduced: Stop) -> Tensor:
         """`g (n, d)`, float64: what lifts the run without the context to the finished sum of the one with it."""
@@ -170,14 +170,15 @@ class InnerJoint(Joint):
             return None
         z = first_tensor(args, kwargs)
         if self.delta is None:
-            self.steps.arrive(Stop(self, z, lane, lane.pick(z), (), lane.guard(z)))
+            self.steps.arrive(Stop(self, z, lane, z, (), lane.guard(z)))
         if not lane.edited or self.delta is None:
             return None
         moved = (z + self.delta(z.to(self.delta.B.dtype))).to(z.dtype)
         return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): moved})
 
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
-        return reduced.output, full.output - reduced.output
+        source = reduced.source
+        return source, full.source - source
 
     def edits(self) -> dict[Site, Edit]:
         if self.delta is None:

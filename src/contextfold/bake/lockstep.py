@@ -26,8 +26,8 @@ class Stop:
     """What the map reads, of all tokens: the forward holds it anyway, and a copy of the counting rows of every forward
     at once would take as much again."""
     lane: Lane
-    output: Tensor
-    """`(n, out)`."""
+    given: Tensor
+    """What the map gives, of all tokens, for the same reason."""
     parts: tuple[Tensor, ...]
     """`(n, d)` each: values that add up, times their factors, to what the result joins."""
     guard: Tensor
@@ -37,6 +37,11 @@ class Stop:
     def source(self) -> Tensor:
         """`(n, in)`, a new copy."""
         return self.lane.pick(self.read)
+
+    @property
+    def output(self) -> Tensor:
+        """`(n, out)`, a new copy."""
+        return self.lane.pick(self.given)
 
 
 @dataclass(eq=False)

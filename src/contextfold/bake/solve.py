@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from contextfold.bake.examples import Example, Frame
 from contextfold.bake.joint import Joint, OuterJoint
+from contextfold.bake.kept import BakedSite, Shelf
 from contextfold.bake.lockstep import Lane, Lockstep, Stop
 from contextfold.bake.moments import Moments, left_out
 from contextfold.bake.prefix import Prefix, padded
 from contextfold.outcomes import Finding, Outcome
 from contextfold.patch import factor_dtype
+from contextfold.room import give_back_freed_memory
 from contextfold.rules import refit_scale
 from contextfold.rules.base import finite, refuse_if
 from contextfold.solving import solved
 
-__all__ = ["GRID", "BakedSite", "Pair", "pairs_of", "solve", "visited"]
+__all__ = ["GRID", "Pair", "pairs_of", "solve", "visited"]
 
 Pair = tuple[Lane, Lane]
 """The same tokens with what is aimed at, and without the context, edited."""
@@ -36,22 +37,6 @@ PROBES = 4
 
 PULL = 0.03
 """Weight of the present scale in the new one, in units of a typical activation."""
-
-
-@dataclass(frozen=True)
-class BakedSite:
-    """How one place was solved."""
-
-    layer: int
-    role: str
-    rank: int
-    lam0: float
-    explained: float
-    """Share of the wanted change that the edit meets on the examples."""
-    left_out_error: float
-    """Relative error on a question that was left out, where it was measured; NaN elsewhere."""
-    weight_ratio: float
-    """`‖dW‖ / ‖W‖`, Frobenius; of the identity for input maps."""
 
 
 def pairs_of(
@@ -100,27 +85,40 @@ def solve(
     pairs: Sequence[Pair],
     lam0: float | None,
     tol: float,
+    shelf: Shelf | None,
     solved: Callable[[Joint, BakedSite], None],
 ) -> None:
-    """Solve those `joints` that have no edit yet, in the order in which the model runs them.
+    """Solve `joints` in the order in which the model runs them, but for those that `shelf` holds.
 
-    `lam0` None: leaving questions out decides, at the first place and at some after it. `solved` hears of each.
+    `lam0` None: leaving questions out decides, at the first place and at some after it. `solved` hears of each. With a
+    shelf, an edit that has acted is put there and not held: all but the last joint are without their edits afterwards.
     """
     last = max(joint.layer for joint in joints)
     probes = {round(last * i / PROBES) for i in range(PROBES)}
     chosen: dict[str, float] = {}
+    before: Joint | None = None
     for joint, stops in visited(joints, pairs):
-        error = float("nan")
-        if lam0 is None and (joint.layer in probes or joint.role not in chosen):
-            groups = torch.cat([reduced.groups for _, reduced in pairs])
-            chosen[joint.role], error = _decide(joint, stops, groups)
-        solved(joint, _solve(joint, stops, lam0 or chosen[joint.role], tol, error))
+        if shelf is not None and before is not None:
+            before.delta = before.scale = None
+        report = None if shelf is None else shelf.take(joint)
+        if report is None:
+            error = float("nan")
+            if lam0 is None and (joint.layer in probes or joint.role not in chosen):
+                groups = torch.cat([reduced.groups for _, reduced in pairs])
+                chosen[joint.role], error = _decide(joint, stops, groups)
+            report = _solve(joint, stops, lam0 or chosen[joint.role], tol, error)
+            if shelf is not None:
+                shelf.put(joint, report)
+        chosen[joint.role] = report.lam0
+        give_back_freed_memory()
+        solved(joint, report)
+        before = joint
 
 
 def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Joint, Stops]]:
-    """Those `joints` that have no edit yet, in turn, with what all forwards have in hand there.
+    """The `joints`, none of which has an edit yet, in turn, with what all forwards have in hand there.
 
-    An edit that a joint is given acts from then on.
+    An edit that a joint is given acts then, before the next is visited, and not again.
     """
     steps = Lockstep([lane for pair in pairs for lane in pair])
     with ExitStack() as stack:
@@ -129,7 +127,7 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
             stack.callback(setattr, place, "steps", None)
             place.listen(stack)
         stack.callback(steps.close)
-        for _ in [place for place in joints if place.delta is None]:
+        for _ in joints:
             joint = steps.advance()
             assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
             stops = [(a.stop, b.stop) for a, b in pairs if a.stop is not None and b.stop is not None]
@@ -161,7 +159,7 @@ def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
 
 
 def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) -> BakedSite:
-    rows = sum(reduced.output.shape[0] for _, reduced in stops)
+    rows = sum(reduced.lane.rows.numel() for _, reduced in stops)
     moments = Moments(joint.shape[1], joint.shape[0], _guard(joint, stops), rows)
     for full, reduced in stops:
         s, t = joint.weighted(full, reduced)
