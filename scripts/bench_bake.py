@@ -34,7 +34,7 @@ from baking.rival import SIZES, prefix_cache
 from baking.ways import Bake, Learnt, Nothing, Steering, TokenAverage, Way
 
 from contextfold import patchfile
-from contextfold.bake import ESTIMATORS, digest_of
+from contextfold.bake import ESTIMATORS, Frame, digest_of
 from contextfold.patch import Patch
 from contextfold.runtime import materialised
 from contextfold.verify import Effect, Recovery, random_like, shuffled
@@ -53,7 +53,6 @@ WAYS: tuple[Way, ...] = (
     Nothing("none"),
     *(Bake(e.name, "estimator", e.name) for e in ESTIMATORS),
     Bake(f"{DEFAULT}-sampled", "estimator", DEFAULT, answers=2),
-    Bake("attention-sampled", "estimator", "attention", answers=2),
     Bake("even", "variant", DEFAULT, answers=2, emphasis=1.0),
     *(Bake(f"{n} anchors", "variant", DEFAULT, answers=2, anchors=n) for n in (10, 30)),
     *(Bake(f"{n} questions", "variant", DEFAULT, answers=2, questions=n) for n in (8, 16, 32)),
@@ -113,7 +112,7 @@ class Bench:
             "kind": way.kind,
             **patched.to_json(),
             "kl_unpatched": self.unpatched.mean,
-            "controls": {name: control.to_json() for name, control in self.controls(way, learnt)},
+            "controls": dict(self.controls(way, learnt)),
             **{f"{name}_kl_ratio": ratio for name, ratio in moved.items()},
             "seconds_solve": spent,
             "seconds_generate": self.generated_in(way),
@@ -129,13 +128,17 @@ class Bench:
         share = (way.questions or whole) / whole if isinstance(way, Bake) else 1.0
         return 0.0 if isinstance(way, Nothing) else share * (self.stuff.seconds + sampled)
 
-    def controls(self, way: Way, learnt: Learnt) -> Iterator[tuple[str, Recovery]]:
-        """Patches that must not do what this one does. A shuffled context is tried with the default alone."""
+    def controls(self, way: Way, learnt: Learnt) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Patches that must not do what this one does, and what their contexts do themselves, kept in the window.
+
+        A shuffled context is tried with the default alone.
+        """
         if not isinstance(way, Bake) or learnt.patch is None or not way.stands_alone:
             return
         examples = way.chosen(self.stuff)
         self.keep(way, learnt.patch)
-        yield "other_context", self.judged(self.other(way))
+        other = self.next()
+        yield "other_context", self.judged(other.patch(way), other.stuff.frame)
         yield "random", self.judged(random_like(learnt.patch))
         if way.method == DEFAULT:
             tokens = shuffled(self.stuff.frame.context, ())
@@ -143,21 +146,27 @@ class Bench:
             frame = replace(self.stuff.frame, context=tokens)
             mixed = way.learn(self.model.bound, frame, examples).patch
             assert mixed is not None
-            yield "shuffled", self.judged(mixed)
+            yield "shuffled", self.judged(mixed, frame)
 
-    def judged(self, patch: Patch) -> Recovery:
+    def judged(self, patch: Patch, frame: Frame | None = None) -> dict[str, Any]:
         with materialised(self.model.bound, patch):
-            return Recovery.of(self.held_out(), self.unpatched)
+            found = Recovery.of(self.held_out(), self.unpatched).to_json()
+        if frame is not None:
+            found["in_window"] = Recovery.of(self.held_out(frame.full), self.unpatched).to_json()
+        return found
 
-    def other(self, way: Bake) -> Patch:
-        """The patch of the next context, by the same estimator."""
+    def next(self) -> Bench:
+        """The same, of the next context."""
         name = CONTEXTS[(CONTEXTS.index(self.context) + 1) % len(CONTEXTS)]
-        other = replace(self, context=name, stuff=material(self.model, name, self.most))
-        path = other.path(way)
+        return replace(self, context=name, stuff=material(self.model, name, self.most))
+
+    def patch(self, way: Bake) -> Patch:
+        """The patch of this context, kept from when it was measured or made now."""
+        path = self.path(way)
         if not path.exists():
-            learnt = way.learn(self.model.bound, other.stuff.frame, way.chosen(other.stuff))
+            learnt = way.learn(self.model.bound, self.stuff.frame, way.chosen(self.stuff))
             assert learnt.patch is not None
-            other.keep(way, learnt.patch)
+            self.keep(way, learnt.patch)
         return patchfile.load(path)
 
     def keep(self, way: Bake, patch: Patch) -> None:

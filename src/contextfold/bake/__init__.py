@@ -1,14 +1,13 @@
 """Reusable patches: a context learnt from questions and answers, in closed form, layer by layer."""
 
 from contextfold.bake.door import EMPHASIS, Baked, bake, places
-from contextfold.bake.estimators import AUTO, ESTIMATORS, Estimator, estimator
+from contextfold.bake.estimators import ESTIMATORS, Estimator, estimator
 from contextfold.bake.examples import Example, Frame, answered, digest_of
 from contextfold.bake.joint import joints_of
 from contextfold.bake.prefix import Prefix, padded
 from contextfold.bake.solve import GRID
 
 __all__ = [
-    "AUTO",
     "EMPHASIS",
     "ESTIMATORS",
     "GRID",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.anatomy import Bound, bind
-from contextfold.bake.estimators import AUTO, estimator
+from contextfold.bake.estimators import ESTIMATORS, estimator
 from contextfold.bake.examples import Example, Frame, digest_of
 from contextfold.bake.joint import Joint, joints_of
 from contextfold.bake.kept import BakedSite, Shelf
@@ -53,7 +53,7 @@ def bake(
     frame: Frame,
     examples: Sequence[Example],
     *,
-    method: str = AUTO,
+    method: str = ESTIMATORS[0].name,
     lam0: float | None = 1e-2,
     tol: float = 1e-3,
     emphasis: float = EMPHASIS,
@@ -71,7 +71,7 @@ def bake(
         model: a bound model, or a transformers model, which is then bound and proven first.
         frame: what stands before every question, kept tokens and context.
         examples: questions with answers, as `answered` gives them; anchors keep the patch from acting elsewhere.
-        method: name of an estimator of `ESTIMATORS`, or `auto` for the best known one for such a model.
+        method: name of an estimator of `ESTIMATORS`.
         lam0: penalty of the ridge relative to the mean eigenvalue; None lets questions that are left out decide.
         tol: share of what is explained that may be given up for a lower rank.
         emphasis: how much more the square of what is missed counts where a token of an answer is to be said than where
@@ -85,7 +85,7 @@ def bake(
     Raises `InputError`, `UnsupportedModel` where the model has none of the places, and `NotControllable`.
     """
     bound = model if isinstance(model, Bound) else bind(model)
-    chosen = estimator(method, bound.blocks)
+    chosen = estimator(method)
     _check(bound, frame, examples, lam0, tol, emphasis)
     joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, chosen.roles)]
     if not joints:
@@ -110,7 +110,7 @@ def bake(
 
 def places(bound: Bound, method: str) -> int:
     """How many places of the model an estimator solves."""
-    roles = estimator(method, bound.blocks).roles
+    roles = estimator(method).roles
     return sum(len(joints_of(bound.model, block, roles)) for block in bound.blocks)
 
 

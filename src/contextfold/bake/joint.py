@@ -23,6 +23,15 @@ __all__ = ["ATTENTION", "INNER", "OUTPUT", "InnerJoint", "Joint", "OuterJoint", 
 ATTENTION, INNER, OUTPUT = "attention output map", "input maps", "output map"
 """Roles, in the order in which a block runs them."""
 
+STAY = 0.03
+"""Behind a norm, weight of the direction that the map gives now, in units of a typical channel of the branch."""
+
+FLOOR = 1e-3
+"""Under the variance of a channel, in units of the mean variance."""
+
+Stops = list[tuple[Stop, Stop]]
+"""Where the forwards with what is aimed at, and those that are edited, stand."""
+
 
 @dataclass(eq=False, kw_only=True)
 class Joint(ABC):
@@ -54,6 +63,10 @@ class Joint(ABC):
         """Register hooks that stop every lane here until it is solved, and then edit those to be edited."""
 
     @abstractmethod
+    def survey(self, stops: Stops) -> None:
+        """Take from all forwards what `wanted` needs to know of them together."""
+
+    @abstractmethod
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
         """Sources `(n, in)` and the changes `(n, out)` wanted of them."""
 
@@ -76,6 +89,8 @@ class OuterJoint(Joint):
     base: tuple[Reading, ...]
     alpha: Tensor
     norm: Norm | None
+    channels: Tensor | None = None
+    """`(d,)`: what a miss of the branch counts in each channel, behind a norm, once the forwards are surveyed."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,10 +131,25 @@ class OuterJoint(Joint):
 
     def branch(self, full: Stop, reduced: Stop) -> Tensor:
         """`g (n, d)`, float64: what lifts the run without the context to the finished sum of the one with it."""
-        given = full.output.double()
-        if self.norm is not None:
-            given = self.norm.unscaled(given) * self.norm.scale
+        given = self.given(full)
         return given + (self.joined(full) - self.joined(reduced)) / self.alpha.to(given.device)
+
+    def given(self, stop: Stop) -> Tensor:
+        """`(n, d)`, float64: the branch that the map makes without an edit."""
+        given = stop.output.double()
+        return given if self.norm is None else self.norm.unscaled(given) * self.norm.scale
+
+    def survey(self, stops: Stops) -> None:
+        """Behind a norm channels are in each other's way, and what varies little is as much to be met as what does."""
+        if self.norm is None:
+            return
+        count, zero = 0, torch.zeros((), dtype=torch.float64, device=stops[0][0].given.device)
+        total, square = zero, zero
+        for full, _ in stops:
+            sums = self.given(full) + self.joined(full) / self.alpha.to(zero.device)
+            count, total, square = count + sums.shape[0], total + sums.sum(0), square + sums.square().sum(0)
+        variance = (square / count - (total / count).square()).clamp_min(0)
+        self.channels = _evened(variance, self.norm.scale.double())
 
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
         g, p = self.branch(full, reduced), reduced.output.double()
@@ -127,15 +157,14 @@ class OuterJoint(Joint):
             return self._through_norm(self.norm, g, p, reduced.source)
         return reduced.source, (g - p).to(reduced.read.dtype)
 
-    @staticmethod
-    def _through_norm(norm: Norm, g: Tensor, p: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    def _through_norm(self, norm: Norm, g: Tensor, p: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Behind a norm the map sets a direction; `p (n, d)` keeps its length c.
 
         What is missed there counts in the branch, times `m / c`; so rows weigh as much as their branch is long in
         units of c.
         """
-        y = nearest_reachable(g, norm.scale)
         c = p.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(p.dtype).tiny)
+        y = nearest_reachable(g, norm.scale, self.channels, p / c, STAY)
         weight = (norm.scale * y).square().mean(-1, keepdim=True).sqrt() / c
         return source * weight.to(source.dtype), (weight * (c * y - p)).to(source.dtype)
 
@@ -176,6 +205,9 @@ class InnerJoint(Joint):
         moved = (z + self.delta(z.to(self.delta.B.dtype))).to(z.dtype)
         return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): moved})
 
+    def survey(self, stops: Stops) -> None:
+        """Nothing: every row says by itself what is wanted."""
+
     def wanted(self, full: Stop, reduced: Stop) -> tuple[Tensor, Tensor]:
         source = reduced.source
         return source, full.source - source
@@ -185,6 +217,13 @@ class InnerJoint(Joint):
             return {}
         D = self.delta
         return {m.site: MatrixEdit(m.after(D)) for m in self.maps}
+
+
+def _evened(variance: Tensor, m: Tensor) -> Tensor:
+    """Weights `(d,)` of channels, one over the variance of each, `Σ w m² = d`; scale `m (d,)`."""
+    relative = variance / variance.mean() if variance.any() else torch.ones_like(variance)
+    weights = 1 / (relative + FLOOR)
+    return weights / (weights * m.square()).mean().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 def joints_of(model: nn.Module, block: Block, roles: tuple[str, ...]) -> tuple[Joint, ...]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from contextfold.bake.examples import Example, Frame
-from contextfold.bake.joint import Joint, OuterJoint
+from contextfold.bake.joint import Joint, OuterJoint, Stops
 from contextfold.bake.kept import BakedSite, Shelf
-from contextfold.bake.lockstep import Lane, Lockstep, Stop
+from contextfold.bake.lockstep import Lane, Lockstep
 from contextfold.bake.moments import Moments, left_out
 from contextfold.bake.prefix import Prefix, padded
 from contextfold.outcomes import Finding, Outcome
@@ -25,9 +25,6 @@ __all__ = ["GRID", "Pair", "pairs_of", "solve", "visited"]
 
 Pair = tuple[Lane, Lane]
 """The same tokens with what is aimed at, and without the context, edited."""
-
-Stops = list[tuple[Stop, Stop]]
-"""Where the forwards of each pair stand."""
 
 GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Penalties, relative to the mean eigenvalue, among which leaving a question out decides."""
@@ -131,6 +128,7 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
             joint = steps.advance()
             assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
             stops = [(a.stop, b.stop) for a, b in pairs if a.stop is not None and b.stop is not None]
+            joint.survey(stops)
             yield joint, stops
             # Whoever asked still holds the list: emptied, so that no rows of one place outlive it.
             stops.clear()

@@ -54,8 +54,8 @@ def bake(
         Path | None, typer.Option("--out", help="Where to write the patch; a command that was stopped goes on there.")
     ] = None,
     estimator: Annotated[
-        str, typer.Option(help="Where to edit: two-sites, output, attention, matrix, all; auto: by the model's norms.")
-    ] = "auto",
+        str, typer.Option(help="Where to edit: two-sites, output, attention, matrix, all.")
+    ] = "two-sites",
     anchors: Annotated[int, typer.Option(help="Built-in questions on which nothing is to change, 0 to 40.")] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 32,
     answers: Annotated[
@@ -89,7 +89,7 @@ def bake(
     job = _Job(loaded, bind_model(loaded), context, tokens, answers, as_json, keep_answers, controls, curve)
     learn, judge = job.split(queries, held_out)
     decode: Callable[[Any], str] = partial(loaded.tokenizer.decode, skip_special_tokens=True)
-    plan = {"method": known(estimator, job.bound.blocks).name, "lam0": read_penalty(penalty), "tol": tol}
+    plan = {"method": estimator, "lam0": read_penalty(penalty), "tol": tol}
     with working(out_file) as store:
         baked, verdict = job.run(learn, judge, anchors, plan, store, model)
         written = written_patch(baked.patch, out_file, verdict.holds)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contextfold.bake import AUTO, estimator
+from contextfold.bake import ESTIMATORS, estimator
 from contextfold.conversion import key_of_file, key_of_text
 from contextfold.errors import InputError, one_line
 from contextfold.files import expanded
@@ -137,7 +137,7 @@ class _Bakes:
         fields.only(
             "estimators", "queries", "held_out", "tokens", "answers", "anchors", "penalty", "tol", "controls",
         )  # fmt: skip
-        estimators = fields.names("estimators", [AUTO])
+        estimators = fields.names("estimators", [ESTIMATORS[0].name])
         for name in estimators:
             estimator(name)
         penalty = None if fields.get("penalty") == "auto" else fields.number("penalty", 1e-2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contextfold import models, prompts, suites
 from contextfold.anatomy import Bound
-from contextfold.bake import Example, Frame, answered, bake, estimator
+from contextfold.bake import Example, Frame, answered, bake
 from contextfold.ceiling import proc_status, reset_peak
 from contextfold.errors import ContextfoldError, InputError
 from contextfold.questions import questions
@@ -95,7 +95,7 @@ class Worker:
             *(e for seed in _draws(job) for e in ask(frame.full, laid.tails[:n], seed=seed)),
             *ask(frame.kept, general[: given["anchors"]], moves=False),
         ]
-        method = estimator(job.method, bound.blocks).name
+        method = job.method
         plan = {"method": method, "lam0": given["penalty"], "tol": given["tol"]}
         started = time.monotonic()
         baked = bake(bound, frame, examples, **plan)
