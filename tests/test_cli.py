@@ -160,9 +160,12 @@ def test_bake_judges_by_questions_that_it_did_not_learn_from(call, folder, tmp_p
     assert found["questions"] == 2
     assert found["max_memory"] == 2**40 > found["peak_bytes"] > found["resident_bytes"] > found["streamed_bytes"] == 0
     assert set(found["controls"]) == {"other_context", "shuffled_context", "random_patch"}
+    windows = {name: control["in_window"] for name, control in found["controls"].items()}
+    assert windows.pop("random_patch") is None
+    assert all(set(window) == {"kl_recovered", "interval", "kl_patched", "top1"} for window in windows.values())
     assert found["kl_recovered"] == 1 - found["kl_patched"] / found["kl_unpatched"]
-    assert {site["role"] for site in found["sites"]} == {"attention output map"}  # its MLPs answer through a norm
-    assert found["estimator"] == "attention"
+    assert {site["role"] for site in found["sites"]} == {"attention output map", "output map"}
+    assert found["estimator"] == "two-sites"
     assert (code == 0) == found["holds"] == (found["patch"] is not None) == out.exists()
     assert list(tmp_path.iterdir()) == ([out] if found["holds"] else [])
 

@@ -54,9 +54,11 @@ def test_runs_of_a_bake_have_a_line_each():
     baked = bake(bound, frame, examples)
     verdict = evaluate(
         bound, baked, frame, examples, controls={OTHER: baked.patch * 0.1, SHUFFLED: baked.patch * 0.2},
+        windows={OTHER: tokens(9, seed=5), SHUFFLED: tokens(9, seed=6)},
         elsewhere={"general questions": examples}, strengths=(0.5,),
     )  # fmt: skip
     lines = drawn(bakeview.verdict_view(replace(verdict, model="a-model")))
     named = {"without the context", "patched", "patch × 0.5", "same answers, left alone", "general questions"}
+    named |= {"other context (in window)", "shuffled context (in window)"}
     assert named | set(CONTROLS) <= begins(lines)
     assert not any("…" in line for line in lines)

@@ -262,3 +262,12 @@ def test_reading_and_writing_again_gives_the_same_page(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(runs.bake()))
     assert page([chapter(read(path), 1)]) == page([chapter(read(path), 1)])
+
+
+def test_a_control_stands_beside_what_its_context_does_in_the_window(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(runs.bake()))
+    told = " ".join(Reader(page([chapter(read(path), 1)])).texts)
+    assert re.search(r"patch of the shuffled context\s+18\.8%", told)
+    assert re.search(r"the shuffled context itself, in the window\s+27\.3%", told)
+    assert "random patch of equal norm itself" not in told

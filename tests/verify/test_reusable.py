@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from contextfold.anatomy import Bound, bind
 from contextfold.bake import Example, Frame, answered, bake
 from contextfold.errors import InputError
 from contextfold.runtime import Run, run
-from contextfold.verify import ReusableVerdict, Spoken, evaluate
+from contextfold.verify import Effect, Recovery, ReusableVerdict, Spoken, evaluate
 from contextfold.verify.controls import OTHER, RANDOM, SHUFFLED
+from contextfold.verify.reusable import answer_logits, compare_answers
 
 FRAME = Frame(tiny.tokens(2, seed=3), tiny.tokens(9, seed=4))
+OTHER_TOKENS = tiny.tokens(9, seed=9)
 QUESTIONS = [tiny.tokens(4, seed=50 + i) for i in range(4)]
 
 
@@ -33,10 +36,11 @@ def examples(bound: Bound) -> tuple[Example, ...]:
 def verdict(bound: Bound, examples: tuple[Example, ...]) -> ReusableVerdict:
     # Judged by what it was made from: these tests are about the numbers, not about how far a tiny model generalises.
     baked = bake(bound, FRAME, examples, lam0=1e-4)
-    other = bake(bound, Frame(FRAME.kept, tiny.tokens(9, seed=9)), examples, lam0=1e-4).patch
+    other = bake(bound, Frame(FRAME.kept, OTHER_TOKENS), examples, lam0=1e-4).patch
     bare = answered(bound, FRAME.kept, QUESTIONS, tokens=3, moves=False)
     return evaluate(
-        bound, baked, FRAME, examples, controls={OTHER: other}, elsewhere={"elsewhere": bare}, strengths=(0.0, 1.0),
+        bound, baked, FRAME, examples, controls={OTHER: other}, windows={OTHER: OTHER_TOKENS},
+        elsewhere={"elsewhere": bare}, strengths=(0.0, 1.0),
         fewer={4: baked.patch, 1: lambda: bake(bound, FRAME, examples[:1], lam0=1e-4).patch},
     )  # fmt: skip
 
@@ -114,6 +118,32 @@ def test_a_wrong_patch_is_no_stand_in(bound: Bound, examples: tuple[Example, ...
     assert [reason.split(" recovers")[0] for reason in same.reasons()] == [
         f"control {OTHER}", f"control {SHUFFLED}",
     ]  # fmt: skip
+
+
+def test_a_control_may_bring_back_what_its_context_does_in_the_window(
+    bound: Bound, examples: tuple[Example, ...], verdict: ReusableVerdict
+) -> None:
+    window = verdict.windows[OTHER]
+    answers = [answer_logits(bound.model, FRAME.full, e) for e in examples]
+    others = [answer_logits(bound.model, torch.cat([FRAME.kept, OTHER_TOKENS]), e) for e in examples]
+    by_hand = Effect.of([compare_answers(p, q) for p, q in zip(answers, others, strict=True)])
+    assert window == Recovery.of(by_hand, verdict.unpatched)
+    assert verdict.to_json()["controls"][OTHER]["in_window"] == window.to_json()
+    assert verdict.to_json()["controls"][RANDOM]["in_window"] is None
+
+    def told(control: float, high: float, low: float = 0.9) -> list[str]:
+        def share(value: float, low: float, high: float) -> Recovery:
+            return replace(window, share=value, low=low, high=high)
+
+        windows = {OTHER: share(high - 0.1, high - 0.2, high)}
+        shares = {"controls": {OTHER: share(control, control, control)}, "patched": share(0.95, low, 0.97)}
+        return replace(verdict, windows=windows, **shares).reasons()
+
+    assert told(0.3, high=0.4) == []
+    assert told(0.19, high=0.1) == []
+    assert told(0.3, high=0.1) == [f"control {OTHER} recovers 30%"]
+    assert told(0.45, high=0.4) == [f"control {OTHER} recovers 45%"]
+    assert told(0.92, high=0.99) == [f"control {OTHER} recovers 92%"]
 
 
 def test_nothing_to_judge_by_is_refused(bound: Bound, examples: tuple[Example, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -186,11 +186,16 @@ class _Job:
         other = ask(frame.kept, general[ELSEWHERE_FROM:], moves=False)
         baked = self.solve("baking", frame, (*known, *held), plan, store)
         with TemporaryDirectory(dir=None if store is None else store.parent, prefix=".controls.") as aside:
-            wrong = self.wrong(frame, known, plan, Path(aside)) if self.controls else {}
+            windows = self.wrong(frame) if self.controls else {}
+            wrong = {
+                control: self.waiting(f"control {control}", replace(frame, context=ids), known, plan, Path(aside))
+                for control, ids in windows.items()
+            }
             fewer = self.fewer(frame, known, held, plan, Path(aside)) if self.curve else {}
             verdict = evaluate(
-                self.bound, baked, frame, judged, controls=wrong, elsewhere={"general questions": other},
-                strengths=(0.5, 1.5), fewer=fewer, stop=laid.stop, name=name, method=plan["method"],
+                self.bound, baked, frame, judged, controls=wrong, windows=windows,
+                elsewhere={"general questions": other}, strengths=(0.5, 1.5), fewer=fewer, stop=laid.stop, name=name,
+                method=plan["method"],
             )  # fmt: skip
         return baked, verdict
 
@@ -223,18 +228,14 @@ class _Job:
         with steps(what, places(self.bound, plan["method"])) as advance:
             return bake(self.bound, frame, examples, store=store, progress=lambda *_: advance(None), **plan)
 
-    def wrong(self, frame: Any, known: Any, plan: dict[str, Any], aside: Path) -> dict[str, Any]:
-        """Patches of the same questions and answers, from a shuffled context and from another one."""
+    def wrong(self, frame: Any) -> dict[str, Any]:
+        """Token ids of contexts whose patches, of the same questions and answers, must not do what the real one does:
+        the context shuffled, and another one."""
         from contextfold import prompts, suites
-        from contextfold.bake import Frame
         from contextfold.verify.controls import wrong_contexts
 
         other = prompts.encode_text(self.loaded.tokenizer, suites.OTHER_CONTEXT)
-        contexts = wrong_contexts(frame.context, (), self.bound.vocabulary, other)
-        return {
-            name: self.waiting(f"control {name}", Frame(frame.kept, ids), known, plan, aside)
-            for name, ids in contexts.items()
-        }
+        return wrong_contexts(frame.context, (), self.bound.vocabulary, other)
 
     def fewer(self, frame: Any, known: Any, held: Any, plan: dict[str, Any], aside: Path) -> dict[int, Any]:
         """Patches of the first questions alone."""
@@ -247,7 +248,8 @@ class _Job:
         """A patch in a file, and what reads it: no more than one of those that stand beside is held at once."""
         from contextfold import patchfile
 
-        patchfile.save(self.solve(f"baking {name}", frame, examples, plan).patch, aside / name)
+        solved = self.solve(f"baking {name}", frame, examples, plan, aside / f"{name} solved")
+        patchfile.save(solved.patch, aside / name)
         return partial(patchfile.load, aside / name)
 
 

@@ -66,7 +66,8 @@ def ablate_lengths(found: Found) -> Lengths:
 
 
 def bake_lengths(found: Found) -> Lengths:
-    beside = (*found["controls"].values(), *found["fewer"].values())
+    windows = [row["in_window"] for row in found["controls"].values() if row.get("in_window")]
+    beside = (*found["controls"].values(), *windows, *found["fewer"].values())
     yield "interval", [2, len(found["interval"]), *(len(row["interval"]) for row in beside)]
     if found.get("held_out") is not None:
         yield "held_out", [len(found["held_out"])]

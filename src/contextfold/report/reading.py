@@ -181,7 +181,8 @@ BAKE = Kind(
     "bake", "A reusable patch", "bake", frozenset({"kl_recovered", "estimator"}), "holds",
     {
         **_COMMON, **_RECOVERY, "estimator": str, "holds": bool, "verdict": str, "questions": int,
-        "kl_unpatched": float, "unpatched_top1": float, "same_answers": float, "controls": Each(_RECOVERY),
+        "kl_unpatched": float, "unpatched_top1": float, "same_answers": float,
+        "controls": Each({**_RECOVERY, "in_window": Maybe(_RECOVERY)}),
         "elsewhere": Each({"kl_patched": float, "kl_context": float, "kl_ratio": float}), "strengths": Each(float),
         "fewer": Each(_RECOVERY),
         "sites": [{"layer": int, "role": str, "rank": int, "explained": float, "weight_ratio": NUMBER_OR_NULL}],

@@ -229,6 +229,9 @@ def _recovery(found: Row, name: str) -> Section:
         label = CONTROLS.get(key, key.replace("_", " "))
         points.append(_recovered_point(found["controls"][key], label, "control"))
         rows.append(_recovered_row(found, label, f"controls/{escaped(key)}/"))
+        if found["controls"][key].get("in_window"):
+            itself = f"{label.removeprefix('patch of ')} itself, in the window"
+            rows.append(_recovered_row(found, itself, f"controls/{escaped(key)}/in_window/"))
     best = max((c["kl_recovered"] for c in found["controls"].values()), default=0.0)
     return Section(
         "How much of the context comes back, and its controls",

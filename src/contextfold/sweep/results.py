@@ -34,6 +34,7 @@ COLUMNS: dict[str, type] = {
     "max_abs_dm": float, "action_top1_matches": int, "action_worst_logit_gap": float, "perturbed_top1_matches": int,
     "perturbed_worst_logit_gap": float, "scatter_top1_matches": int, "scatter_logit_gap": float,
     **{f"controls_{name}_{key}": kind for name in _CONTROLS for key, kind in {**_RECOVERY, **_GAPS}.items()},
+    **{f"controls_{name}_in_window_{key}": kind for name in _CONTROLS[:2] for key, kind in _RECOVERY.items()},
     # what it depends on
     "fingerprint": str, "attention": str, "threads": int, "python": str, "contextfold": str, "torch": str,
     "transformers": str,

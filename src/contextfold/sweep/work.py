@@ -95,21 +95,18 @@ class Worker:
             *(e for seed in _draws(job) for e in ask(frame.full, laid.tails[:n], seed=seed)),
             *ask(frame.kept, general[: given["anchors"]], moves=False),
         ]
-        method = job.method
-        plan = {"method": method, "lam0": given["penalty"], "tol": given["tol"]}
+        plan = {"method": job.method, "lam0": given["penalty"], "tol": given["tol"]}
         started = time.monotonic()
         baked = bake(bound, frame, examples, **plan)
         solved = round(time.monotonic() - started, 3)
-        wrong = {}
-        if given["controls"]:
-            other = prompts.encode_text(tokenizer, suites.OTHER_CONTEXT)
-            moving = [example for example in examples if example.moves]
-            for name, ids in wrong_contexts(frame.context, (), bound.vocabulary, other).items():
-                wrong[name] = bake(bound, Frame(frame.kept, ids), moving, **plan).patch
+        other = prompts.encode_text(tokenizer, suites.OTHER_CONTEXT)
+        windows = wrong_contexts(frame.context, (), bound.vocabulary, other) if given["controls"] else {}
+        moving = [example for example in examples if example.moves]
+        wrong = {name: bake(bound, Frame(frame.kept, ids), moving, **plan).patch for name, ids in windows.items()}
         verdict = evaluate(
-            bound, baked, frame, ask(frame.full, laid.tails[n:]), controls=wrong,
+            bound, baked, frame, ask(frame.full, laid.tails[n:]), controls=wrong, windows=windows,
             elsewhere={"general questions": ask(frame.kept, general[ANCHORS:], moves=False)},
-            strengths=(0.5, 1.5), stop=laid.stop, name=job.model, method=method,
+            strengths=(0.5, 1.5), stop=laid.stop, name=job.model, method=job.method,
         )  # fmt: skip
         return {**verdict.to_json(), "solve_seconds": solved, "patch_bytes": baked.patch.nbytes}
 

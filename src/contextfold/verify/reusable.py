@@ -22,7 +22,7 @@ from contextfold.files import plain
 from contextfold.notebook import card, short
 from contextfold.patch import Patch
 from contextfold.runtime import Run, materialised, run
-from contextfold.verify.controls import RANDOM, SHUFFLED, random_like
+from contextfold.verify.controls import RANDOM, random_like
 from contextfold.verify.receipt import receipt_of
 
 __all__ = ["Effect", "Recovery", "ReusableVerdict", "Scorer", "Spoken", "answer_logits", "compare_answers", "evaluate"]
@@ -121,6 +121,8 @@ class ReusableVerdict:
     unpatched: Effect
     patched: Recovery
     controls: Mapping[str, Recovery]
+    windows: Mapping[str, Recovery]
+    """By control, what the wrong context itself brings back when it is kept in the window."""
     spoken: tuple[Spoken, ...]
     """Every held-out question, in their order."""
     elsewhere: Mapping[str, tuple[Effect, Effect]]
@@ -153,9 +155,10 @@ class ReusableVerdict:
         return found
 
     def limit(self, control: str) -> float:
-        """What a control must stay below. The words of a context in another order are still its words, and bring back
-        some of it in the window too: their patch must only stay below all that the real one may be worth."""
-        return self.patched.low if control == SHUFFLED else CONTROL_LIMIT
+        """What a control must stay below: `CONTROL_LIMIT`, or what its context itself may bring back in the window,
+        since words in another order, or of a like task, do something of the same; and what the patch may be worth."""
+        window = self.windows.get(control)
+        return CONTROL_LIMIT if window is None else min(max(CONTROL_LIMIT, window.high), self.patched.low)
 
     @property
     def holds(self) -> bool:
@@ -172,6 +175,8 @@ class ReusableVerdict:
         if self.controls:
             best = max(self.controls.items(), key=lambda item: item[1].share)
             text += f"; the best control, {best[0]}, recovers {max(best[1].share, 0):.0%}"
+            if best[0] in self.windows:
+                text += f" (its context in the window: {max(self.windows[best[0]].share, 0):.0%})"
         moved = "".join(
             f". On {name} it moves the model by {patch.mean:.2g} nats per token (the context: {context.mean:.2g})"
             for name, (patch, context) in self.elsewhere.items()
@@ -208,7 +213,10 @@ class ReusableVerdict:
             **self.patched.to_json(),
             "same_answers": self.same_answers,
             "scores": dict(self.scores),
-            "controls": {name: control.to_json() for name, control in self.controls.items()},
+            "controls": {
+                name: control.to_json() | {"in_window": self.windows[name].to_json() if name in self.windows else None}
+                for name, control in self.controls.items()
+            },
             "elsewhere": {
                 name: {"kl_patched": patch.mean, "kl_context": context.mean, "kl_ratio": patch.mean / u}
                 for name, (patch, context) in self.elsewhere.items()
@@ -246,6 +254,7 @@ def evaluate(
     held_out: Sequence[Example],
     *,
     controls: Mapping[str, Made] | None = None,
+    windows: Mapping[str, Tensor] | None = None,
     elsewhere: Mapping[str, Sequence[Example]] | None = None,
     strengths: Sequence[float] = (),
     fewer: Mapping[int, Made] | None = None,
@@ -258,9 +267,11 @@ def evaluate(
 
     `held_out` are questions with the in-context model's answers, none of which the patch was made from. `controls`
     are patches that must not do what this one does, or what reads them when they are wanted; a random one of equal norm
-    is always among them. `elsewhere` names examples with the *bare* model's answers. `fewer` are patches that were made
-    from a smaller number of questions. `stop` ends an answer when the patched model is left alone. `scorer` says what
-    an answer is worth; it is asked about those of the model with the context, patched, and bare.
+    is always among them. `windows` are the token ids of those controls' contexts, which are tried in the window too: a
+    patch may bring back what its own context does. `elsewhere` names examples with the *bare* model's answers. `fewer`
+    are patches that were made from a smaller number of questions. `stop` ends an answer when the patched model is left
+    alone. `scorer` says what an answer is worth; it is asked about those of the model with the context, patched, and
+    bare.
 
     Raises `InputError` without held-out questions, or when the context does nothing on them.
     """
@@ -273,7 +284,9 @@ def evaluate(
     conditions |= {f"control {n}": _writer(bound, p) for n, p in others.items()}
     conditions |= {f"times {f}": _writer(bound, partial(edits.__mul__, f)) for f in strengths}
     conditions |= {f"from {n}": _writer(bound, p) for n, p in (fewer or {}).items()}
-    effects = _effects(bound, frame.full, {n: (frame.kept, c) for n, c in conditions.items()}, held_out)
+    asked = {n: (frame.kept, c) for n, c in conditions.items()}
+    asked |= {f"window {n}": (Frame(frame.kept, ids).full, nullcontext) for n, ids in (windows or {}).items()}
+    effects = _effects(bound, frame.full, asked, held_out)
     unpatched = effects[""]
     if not unpatched.mean > 0:
         raise InputError("the context changes nothing on the held-out questions; is it the one that answered them?")
@@ -287,6 +300,7 @@ def evaluate(
         unpatched=unpatched,
         patched=Recovery.of(effects["patch"], unpatched),
         controls={n: Recovery.of(effects[f"control {n}"], unpatched) for n in others},
+        windows={n: Recovery.of(effects[f"window {n}"], unpatched) for n in windows or {}},
         spoken=spoken,
         elsewhere={n: (moved["patch"], moved["context"]) for n, moved in beside.items()},
         strengths={f: 1 - effects[f"times {f}"].mean / unpatched.mean for f in strengths},
