@@ -31,7 +31,7 @@ from baking.judge import Judge, measured
 from baking.material import CONTEXTS, ROOT, WORK, Material, Model, material, model_of, write
 from baking.report import page, pictures
 from baking.rival import SIZES, prefix_cache
-from baking.ways import Bake, Learnt, Nothing, Steering, TokenAverage, Way
+from baking.ways import Bake, Batch, Learnt, Nothing, Steering, TokenAverage, Way
 
 from contextfold import patchfile
 from contextfold.bake import ESTIMATORS, Frame, digest_of
@@ -56,6 +56,7 @@ WAYS: tuple[Way, ...] = (
     Bake("even", "variant", DEFAULT, answers=2, emphasis=1.0),
     *(Bake(f"{n} anchors", "variant", DEFAULT, answers=2, anchors=n) for n in (10, 30)),
     *(Bake(f"{n} questions", "variant", DEFAULT, answers=2, questions=n) for n in (8, 16, 32)),
+    Batch("batch", "estimator"),
     Steering("steering vector"),
     TokenAverage("token average"),
     Distillation("distillation"),

@@ -23,8 +23,6 @@ ELSEWHERE = ("neutral", "untouched")
 
 WHOLE = "two-sites-sampled"
 """The default of the command."""
-BEHIND_NORMS = {"gemma3-270m": "attention-sampled"}
-"""The same for models whose MLPs answer through a norm."""
 QUESTIONS = {**{n: f"{n} questions" for n in (8, 16, 32)}, 64: WHOLE}
 """Rows of the curve over the number of questions."""
 ANCHORS = {0: WHOLE, **{n: f"{n} anchors" for n in (10, 30)}}
@@ -45,6 +43,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     )
     for model, entry in found["models"].items():
         yield from ways_table(model, entry.get("contexts", {}))
+        yield from controls_table(model, entry.get("contexts", {}))
         yield from questions_table(model, entry.get("contexts", {}))
         yield from anchors_table(model, entry.get("contexts", {}))
         yield from composition_tables(model, entry.get("composition", []))
@@ -60,7 +59,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def ways_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
-    columns = ("context", "way", "recovered", "KL, nats", "top-1", "best control", *ELSEWHERE, "solved in", "peak")
+    columns = ("context", "way", "recovered", "KL, nats", "top-1", *ELSEWHERE, "solved in", "peak")
     yield from table(f"**{model}**", columns, ways_rows(contexts))
 
 
@@ -69,22 +68,38 @@ def ways_rows(contexts: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         for name, row in facts["ways"].items():
             if name in POINTS:
                 continue
-            controls = {key: control["kl_recovered"] for key, control in row["controls"].items()}
-            best = max(controls, key=lambda key: controls[key], default="")
             yield (
                 context,
                 name,
                 recovered(row),
                 f"{row['kl_patched']:.3f}",
                 percent(row["top1"]),
-                f"{percent(controls[best])} ({best.replace('_', ' ')})" if best else "",
                 *(percent(row[f"{kind}_kl_ratio"]) for kind in ELSEWHERE),
                 f"{row['seconds_solve']:.0f} s",
                 f"{row['peak_bytes'] / row['weights_bytes']:.2f} × weights",
             )
         moved = facts["elsewhere_context"]
         ratios = (percent(moved[kind]["kl_ratio"]) for kind in ELSEWHERE)
-        yield (context, "the context itself", "", "0", "", "", *ratios, "", "")
+        yield (context, "the context itself", "", "0", "", *ratios, "", "")
+
+
+def controls_table(model: str, contexts: dict[str, Any]) -> Iterator[str]:
+    yield from table(
+        f"Controls on {model}: what the patch of a wrong context brings back, and the context itself in the window:",
+        ("context", "way", "control", "its patch", "in the window"),
+        (
+            (
+                context,
+                name,
+                control.replace("_", " "),
+                recovered(found),
+                recovered(found["in_window"]) if "in_window" in found else "",
+            )
+            for context, facts in contexts.items()
+            for name, row in facts["ways"].items()
+            for control, found in row["controls"].items()
+        ),
+    )
 
 
 def percent(share: float) -> str:
@@ -218,7 +233,7 @@ def keeping(model: str, entry: dict[str, Any]) -> Iterator[str]:
         row["patch_bytes"]
         for facts in entry.get("contexts", {}).values()
         for name, row in facts["ways"].items()
-        if name == BEHIND_NORMS.get(model, WHOLE)
+        if name == WHOLE
     ]
     if not rows or not sizes:
         return

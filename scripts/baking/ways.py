@@ -21,14 +21,17 @@ from baking.judge import Judge
 from baking.material import Material
 from contextfold.anatomy import Block, Bound, first_output
 from contextfold.bake import EMPHASIS, Example, Frame, bake, joints_of
-from contextfold.bake.joint import OUTPUT, OuterJoint
-from contextfold.bake.solve import pairs_of, visited
+from contextfold.bake.joint import ATTENTION, OUTPUT, OuterJoint
+from contextfold.bake.moments import Moments
+from contextfold.bake.solve import guarded, pairs_of, visited
 from contextfold.lowrank import LowRank
 from contextfold.overlays import Written, lending
-from contextfold.patch import Patch
+from contextfold.patch import MatrixEdit, Patch, Site
 from contextfold.runtime import materialised
 
 BATCH = 16
+LAM0, TOL = 1e-2, 1e-3
+"""As `bake` has them."""
 CHOOSE_BY = 8
 """Calibration questions by which a free number of a baseline is chosen."""
 
@@ -168,6 +171,25 @@ class TokenAverage(Way):
         }
         strength = best_of(bound, frame, examples, options)
         return Learnt(options[strength], {"chosen": f"strength {strength:g}"})
+
+
+class Batch(Way):
+    """Two sites as [T] solves a batch: every place from what the model does without any edit, for its own change.
+
+    All places could be solved at once; nothing makes up for what the edits below leave or do to what a place reads.
+    """
+
+    def learn(self, bound: Bound, frame: Frame, examples: Sequence[Example]) -> Learnt:
+        joints = [joint for block in bound.blocks for joint in joints_of(bound.model, block, (ATTENTION, OUTPUT))]
+        edits: dict[Site, MatrixEdit] = {}
+        for joint, stops in visited(joints, pairs_of(bound.model, frame, examples, BATCH)):
+            assert isinstance(joint, OuterJoint)
+            moments = Moments(joint.shape[1], joint.shape[0], guarded(joint, stops))
+            for full, reduced in stops:
+                moments.add(reduced.source, full.output - reduced.output)
+            delta = moments.solve(LAM0, TOL).delta
+            edits[joint.linear.site] = MatrixEdit(LowRank(delta.B.float(), delta.A.float()))
+        return Learnt(partial(lending, Written, bound.model, edits))
 
 
 def best_of(bound: Bound, frame: Frame, examples: Sequence[Example], options: Mapping[K, Acting]) -> K:

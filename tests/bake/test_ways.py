@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from baking.distil import Distillation
 from baking.judge import Judge
 from baking.rival import STEPS, prefix_cache
-from baking.ways import Bake, Nothing, Steering, TokenAverage, Way
+from baking.ways import Bake, Batch, Nothing, Steering, TokenAverage, Way
 
 FRAME = Frame(tiny.tokens(2, seed=3), tiny.tokens(9, seed=4))
 
@@ -31,6 +31,7 @@ def asked(bound: Bound, count: int) -> tuple[Example, ...]:
     [
         (Bake("two-sites", method="two-sites"), 0.9),
         (Distillation("distillation", budget=2.0, rank=8), 0.5),
+        (Batch("batch"), 0.02),
         (Steering("steering vector"), 0.02),
         (TokenAverage("token average"), 0.02),
     ],

@@ -19,7 +19,7 @@ LEARN, JUDGE = 10, 20
 WAYS = {
     "two-sites": "attention and MLP output maps (the default of bake)",
     "output": "MLP output map, into which the paper's appendix puts the vector",
-    "matrix": "thought matrix alone",
+    "matrix": "thought matrix, its vector in the output map",
     "all": "attention, thought matrix and output map",
 }
 """Estimators of `contextfold.bake`, in words."""
