@@ -283,6 +283,24 @@ def test_work_of_another_bake_is_not_used(tmp_path: Path, solves: list[Joint]) -
     assert len(solves) == 6
 
 
+def test_work_that_another_process_clears_in_the_end_is_done_again(tmp_path: Path, solves: list[Joint]) -> None:
+    bound = bind(tiny.build("gemma3_text"))
+    examples = answered(bound, FRAME.full, questions(6, 50), tokens=4)
+    whole = bake(bound, FRAME, examples, **STEPS).patch
+    count = len(solves)
+    solves.clear()
+
+    def lose(done: int, of: int) -> None:
+        if done == of and len(solves) == of:
+            min(tmp_path.iterdir()).unlink()
+
+    again = bake(bound, FRAME, examples, store=tmp_path, progress=lose, **STEPS).patch
+    assert len(solves) == 2 * count
+    assert list(again.edits) == list(whole.edits)
+    for site, edit in whole.edits.items():
+        assert edit.size() == again.edits[site].size() > 0
+
+
 def test_edits_that_have_acted_are_not_held(tmp_path: Path, solves: list[Joint]) -> None:
     bound = bind(tiny.build("llama"))
     examples = answered(bound, FRAME.full, questions(6, 50), tokens=4)

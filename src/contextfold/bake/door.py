@@ -100,10 +100,11 @@ def bake(
         reports[joint.name] = report
         progress(len(reports), len(joints))
 
-    solve(joints, pairs_of(bound.model, frame, examples, batch, emphasis), lam0, tol, shelf, solved)
-    for joint in joints:
-        if shelf is not None:
-            shelf.take(joint)
+    pairs = pairs_of(bound.model, frame, examples, batch, emphasis)
+    solve(joints, pairs, lam0, tol, shelf, solved)
+    if shelf is not None and not all(shelf.take(joint) for joint in joints):
+        # Another process, which was asked the same, is done and cleared the folder.
+        solve(joints, pairs, lam0, tol, None, solved)
     patch = _patch(bound, frame, joints, chosen.roles)
     return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
 

@@ -94,6 +94,8 @@ def solve(
     probes = {round(last * i / PROBES) for i in range(PROBES)}
     chosen: dict[str, float] = {}
     before: Joint | None = None
+    for joint in joints:
+        joint.delta = joint.scale = None
     for joint, stops in visited(joints, pairs):
         if shelf is not None and before is not None:
             before.delta = before.scale = None
