@@ -94,19 +94,15 @@ def bake(
     if store is not None:
         key = key_of(bound, "bake", digest_of(frame, examples), chosen, lam0, tol, emphasis, batch)
         shelf = Shelf(Store(store, key), bound.device)
-    reports: dict[str, BakedSite] = {}
-
-    def solved(joint: Joint, report: BakedSite) -> None:
-        reports[joint.name] = report
-        progress(len(reports), len(joints))
-
-    pairs = pairs_of(bound.model, frame, examples, batch, emphasis)
-    solve(joints, pairs, lam0, tol, shelf, solved)
-    if shelf is not None and not all(shelf.take(joint) for joint in joints):
-        # Another process, which was asked the same, is done and cleared the folder.
-        solve(joints, pairs, lam0, tol, None, solved)
+    sites = () if shelf is None else shelf.take_all(joints)
+    if not sites:
+        pairs = pairs_of(bound.model, frame, examples, batch, emphasis)
+        sites = solve(joints, pairs, lam0, tol, shelf, progress)
+        if shelf is not None and not shelf.take_all(joints):
+            # Another process, which was asked the same, is done and cleared the folder.
+            sites = solve(joints, pairs, lam0, tol, None, progress)
     patch = _patch(bound, frame, joints, chosen.roles)
-    return Baked(patch, tuple(reports[joint.name] for joint in joints), sum(e.tail.numel() for e in examples))
+    return Baked(patch, sites, sum(e.tail.numel() for e in examples))
 
 
 def places(bound: Bound, method: str) -> int:

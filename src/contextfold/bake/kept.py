@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -52,6 +53,16 @@ class Shelf:
         parts, report = found
         joint.delta, joint.scale = LowRank(parts["B"], parts["A"]), parts.get("scale")
         return BakedSite(**report)
+
+    def take_all(self, joints: Sequence[Joint]) -> tuple[BakedSite, ...]:
+        """The same for all of them; nothing where one was not solved."""
+        found = []
+        for joint in joints:
+            report = self.take(joint)
+            if report is None:
+                return ()
+            found.append(report)
+        return tuple(found)
 
 
 def _place(joint: Joint) -> str:

@@ -83,16 +83,18 @@ def solve(
     lam0: float | None,
     tol: float,
     shelf: Shelf | None,
-    solved: Callable[[Joint, BakedSite], None],
-) -> None:
+    progress: Callable[[int, int], None],
+) -> tuple[BakedSite, ...]:
     """Solve `joints` in the order in which the model runs them, but for those that `shelf` holds.
 
-    `lam0` None: leaving questions out decides, at the first place and at some after it. `solved` hears of each. With a
-    shelf, an edit that has acted is put there and not held: all but the last joint are without their edits afterwards.
+    `lam0` None: leaving questions out decides, at the first place and at some after it. With a shelf, an edit that has
+    acted is put there and not held: all but the last joint are without their edits afterwards. `progress` is told how
+    many places of how many are solved.
     """
     last = max(joint.layer for joint in joints)
     probes = {round(last * i / PROBES) for i in range(PROBES)}
     chosen: dict[str, float] = {}
+    reports: dict[str, BakedSite] = {}
     before: Joint | None = None
     for joint in joints:
         joint.delta = joint.scale = None
@@ -103,15 +105,15 @@ def solve(
         if report is None:
             error = float("nan")
             if lam0 is None and (joint.layer in probes or joint.role not in chosen):
-                groups = torch.cat([reduced.groups for _, reduced in pairs])
-                chosen[joint.role], error = _decide(joint, stops, groups)
+                chosen[joint.role], error = _decide(joint, stops)
             report = _solve(joint, stops, lam0 or chosen[joint.role], tol, error)
             if shelf is not None:
                 shelf.put(joint, report)
-        chosen[joint.role] = report.lam0
+        reports[joint.name], chosen[joint.role] = report, report.lam0
         give_back_freed_memory()
-        solved(joint, report)
+        progress(len(reports), len(joints))
         before = joint
+    return tuple(reports[joint.name] for joint in joints)
 
 
 def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Joint, Stops]]:
@@ -145,11 +147,9 @@ def guarded(joint: Joint, stops: Stops) -> Tensor:
     return basis
 
 
-def _decide(joint: Joint, stops: Stops, groups: Tensor) -> tuple[float, float]:
-    """The penalty of `GRID` under which questions that were left out are missed least, and by how much.
-
-    `groups (n,)`: to which question each row belongs.
-    """
+def _decide(joint: Joint, stops: Stops) -> tuple[float, float]:
+    """The penalty of `GRID` under which questions that were left out are missed least, and by how much."""
+    groups = torch.cat([reduced.lane.groups for _, reduced in stops])
     moments = Moments(joint.shape[1], joint.shape[0], guarded(joint, stops))
     sides = [joint.weighted(full, reduced) for full, reduced in stops]
     s, t = (torch.cat(side) for side in zip(*sides, strict=True))
