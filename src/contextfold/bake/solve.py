@@ -110,7 +110,6 @@ def solve(
             if shelf is not None:
                 shelf.put(joint, report)
         reports[joint.name], chosen[joint.role] = report, report.lam0
-        give_back_freed_memory()
         progress(len(reports), len(joints))
         before = joint
     return tuple(reports[joint.name] for joint in joints)
@@ -132,10 +131,12 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
             joint = steps.advance()
             assert isinstance(joint, Joint), "the model runs its places in the order in which it was read"
             stops = [(a.stop, b.stop) for a, b in pairs if a.stop is not None and b.stop is not None]
+            give_back_freed_memory()  # by the forwards: it would come on top of what the solve takes
             joint.survey(stops)
             yield joint, stops
             # Whoever asked still holds the list: emptied, so that no rows of one place outlive it.
             stops.clear()
+            give_back_freed_memory()
 
 
 def guarded(joint: Joint, stops: Stops) -> Tensor:
