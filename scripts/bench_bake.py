@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -28,13 +27,12 @@ import torch
 from baking.composition import PAIRS, composed
 from baking.distil import Distillation
 from baking.judge import Judge, measured
-from baking.material import CONTEXTS, ROOT, WORK, Material, Model, material, model_of, write
+from baking.material import CONTEXTS, ROOT, Material, Model, frame_of, material, model_of, write
 from baking.report import page, pictures
 from baking.rival import SIZES, prefix_cache
 from baking.ways import Bake, Batch, Learnt, Nothing, Steering, TokenAverage, Way
 
-from contextfold import patchfile
-from contextfold.bake import ESTIMATORS, Frame, digest_of
+from contextfold.bake import ESTIMATORS, Frame
 from contextfold.patch import Patch
 from contextfold.runtime import materialised
 from contextfold.verify import Effect, Recovery, random_like, shuffled
@@ -73,7 +71,6 @@ class Bench:
     held_out: Judge
     elsewhere: dict[str, Judge]
     unpatched: Effect
-    most: int | None
 
     @classmethod
     def of(cls, model: Model, context: str, most: int | None) -> Bench:
@@ -81,9 +78,7 @@ class Bench:
         held_out, *others = (
             Judge.of(model.bound, stuff.frame, part) for part in (stuff.held_out, *stuff.elsewhere.values())
         )
-        return cls(
-            model, context, stuff, held_out, dict(zip(stuff.elsewhere, others, strict=True)), held_out(), most
-        )  # fmt: skip
+        return cls(model, context, stuff, held_out, dict(zip(stuff.elsewhere, others, strict=True)), held_out())
 
     def facts(self) -> dict[str, Any]:
         """Of the context, whatever the way."""
@@ -130,24 +125,24 @@ class Bench:
         return 0.0 if isinstance(way, Nothing) else share * (self.stuff.seconds + sampled)
 
     def controls(self, way: Way, learnt: Learnt) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Patches that must not do what this one does, and what their contexts do themselves, kept in the window.
-
-        A shuffled context is tried with the default alone.
-        """
+        """Patches that must not do what this one does, and what their contexts do themselves, kept in the window."""
         if not isinstance(way, Bake) or learnt.patch is None or not way.stands_alone:
             return
-        examples = way.chosen(self.stuff)
-        self.keep(way, learnt.patch)
-        other = self.next()
-        yield "other_context", self.judged(other.patch(way), other.stuff.frame)
+        for name, frame in self.wrong(way):
+            patch = way.learn(self.model.bound, frame, way.chosen(self.stuff)).patch
+            assert patch is not None
+            yield name, self.judged(patch, frame)
         yield "random", self.judged(random_like(learnt.patch))
+
+    def wrong(self, way: Bake) -> Iterator[tuple[str, Frame]]:
+        """What stands before the same questions instead. A shuffled context is tried with the default alone."""
+        frame = self.stuff.frame
+        name = CONTEXTS[(CONTEXTS.index(self.context) + 1) % len(CONTEXTS)]
+        yield "other_context", replace(frame, context=frame_of(self.model, name).context)
         if way.method == DEFAULT:
-            tokens = shuffled(self.stuff.frame.context, ())
+            tokens = shuffled(frame.context, ())
             assert tokens is not None, "a context of several tokens has several orders"
-            frame = replace(self.stuff.frame, context=tokens)
-            mixed = way.learn(self.model.bound, frame, examples).patch
-            assert mixed is not None
-            yield "shuffled", self.judged(mixed, frame)
+            yield "shuffled", replace(frame, context=tokens)
 
     def judged(self, patch: Patch, frame: Frame | None = None) -> dict[str, Any]:
         with materialised(self.model.bound, patch):
@@ -155,28 +150,6 @@ class Bench:
         if frame is not None:
             found["in_window"] = Recovery.of(self.held_out(frame.full), self.unpatched).to_json()
         return found
-
-    def next(self) -> Bench:
-        """The same, of the next context."""
-        name = CONTEXTS[(CONTEXTS.index(self.context) + 1) % len(CONTEXTS)]
-        return replace(self, context=name, stuff=material(self.model, name, self.most))
-
-    def patch(self, way: Bake) -> Patch:
-        """The patch of this context, kept from when it was measured or made now."""
-        path = self.path(way)
-        if not path.exists():
-            learnt = way.learn(self.model.bound, self.stuff.frame, way.chosen(self.stuff))
-            assert learnt.patch is not None
-            self.keep(way, learnt.patch)
-        return patchfile.load(path)
-
-    def keep(self, way: Bake, patch: Patch) -> None:
-        """Another context will want it as its control."""
-        patchfile.save(patch, self.path(way))
-
-    def path(self, way: Bake) -> Path:
-        key = f"{self.model.bound.fingerprint}|{digest_of(self.stuff.frame, self.stuff.calibration)}|{way}"
-        return WORK / f"patch-{hashlib.sha256(key.encode()).hexdigest()[:24]}.safetensors"
 
 
 def timed(way: Way, bench: Bench, rows: dict[str, Any]) -> Way:

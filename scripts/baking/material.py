@@ -99,6 +99,13 @@ def material(model: Model, context: str, most: int | None = None) -> Material:
     )  # fmt: skip
 
 
+def frame_of(model: Model, context: str) -> Frame:
+    """What stands before the questions of a context."""
+    stored = json.loads((TEXTS / f"{context}.json").read_text())
+    laid = questions(model.loaded.tokenizer, stored["context"], stored["queries"][:1])
+    return Frame(laid.kept, laid.context)
+
+
 def answers_of(
     model: Model, before: Tensor, asked: Sequence[Tensor], laid: Questions, moves: bool, temperature: float
 ) -> tuple[tuple[Example, ...], float]:
