@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -69,3 +71,17 @@ def test_every_public_name_is_found_where_it_is_said_to_be() -> None:
 
 def test_the_version_is_written_in_one_way() -> None:
     assert contextfold.__version__ == version("contextfold")
+
+
+def test_what_a_module_says_it_has_is_there():
+    names = ["contextfold", *(m.name for m in pkgutil.walk_packages(contextfold.__path__, "contextfold."))]
+    lacking = [
+        f"{name}.{each}"
+        for name in names
+        if not name.endswith("__main__")
+        for module in (importlib.import_module(name),)
+        for each in getattr(module, "__all__", ())
+        if not hasattr(module, each)
+    ]
+    assert len(names) > 100
+    assert lacking == []

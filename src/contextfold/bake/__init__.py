@@ -4,6 +4,7 @@ from contextfold.bake.door import EMPHASIS, Baked, bake, places
 from contextfold.bake.estimators import ESTIMATORS, Estimator, estimator
 from contextfold.bake.examples import Example, Frame, answered, digest_of
 from contextfold.bake.joint import joints_of
+from contextfold.bake.kept import BakedSite
 from contextfold.bake.prefix import Prefix, padded
 from contextfold.bake.solve import GRID
 
