@@ -54,7 +54,7 @@ WAYS: tuple[Way, ...] = (
     Bake("even", "variant", DEFAULT, answers=2, emphasis=1.0),
     *(Bake(f"{n} anchors", "variant", DEFAULT, answers=2, anchors=n) for n in (10, 30)),
     *(Bake(f"{n} questions", "variant", DEFAULT, answers=2, questions=n) for n in (8, 16, 32)),
-    Batch("batch", "estimator"),
+    Batch("batch"),
     Steering("steering vector"),
     TokenAverage("token average"),
     Distillation("distillation"),

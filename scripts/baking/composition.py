@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from baking.judge import Judge
-from baking.material import TEXTS, Model, answers_of, material
+from baking.material import Model, answers_of, material, text_of
 from baking.ways import Bake
 from contextfold import combine
 from contextfold.bake import Example, Frame
@@ -30,7 +29,7 @@ class Both:
 
     @classmethod
     def of(cls, model: Model, first: str, second: str, most: int | None) -> Both:
-        stored = [json.loads((TEXTS / f"{name}.json").read_text()) for name in (first, second)]
+        stored = [text_of(name) for name in (first, second)]
         halves = {kind: [s[kind][: most or len(s[kind]) // 2] for s in stored] for kind in ("queries", "held_out")}
         learn, judge = ([question for half in halves[kind] for question in half] for kind in halves)
         context = "\n\n".join(s["context"] for s in stored)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench import seconds
@@ -70,10 +71,16 @@ class Material:
     """What the sampled ones took."""
 
 
+def text_of(context: str) -> dict[str, Any]:
+    """A context with its questions, or the neutral ones."""
+    found: dict[str, Any] = json.loads((TEXTS / f"{context}.json").read_text())
+    return found
+
+
 def material(model: Model, context: str, most: int | None = None) -> Material:
     """Everything about one context. `most` takes so many questions of each kind only, for a quick look."""
-    stored = json.loads((TEXTS / f"{context}.json").read_text())
-    neutral = json.loads((TEXTS / "neutral.json").read_text())["questions"]
+    stored = text_of(context)
+    neutral = text_of("neutral")["questions"]
     asked = {
         "calibration": stored["queries"],
         "sampled": stored["queries"],
@@ -101,7 +108,7 @@ def material(model: Model, context: str, most: int | None = None) -> Material:
 
 def frame_of(model: Model, context: str) -> Frame:
     """What stands before the questions of a context."""
-    stored = json.loads((TEXTS / f"{context}.json").read_text())
+    stored = text_of(context)
     laid = questions(model.loaded.tokenizer, stored["context"], stored["queries"][:1])
     return Frame(laid.kept, laid.context)
 

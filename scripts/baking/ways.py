@@ -20,18 +20,16 @@ from torch import Tensor, nn
 from baking.judge import Judge
 from baking.material import Material
 from contextfold.anatomy import Block, Bound, first_output
-from contextfold.bake import EMPHASIS, Example, Frame, bake, joints_of
+from contextfold.bake import EMPHASIS, LAM0, TOL, Example, Frame, bake, joints_of
 from contextfold.bake.joint import ATTENTION, OUTPUT, OuterJoint
 from contextfold.bake.moments import Moments
-from contextfold.bake.solve import guarded, pairs_of, visited
+from contextfold.bake.solve import kept_span, pairs_of, visited
 from contextfold.lowrank import LowRank
 from contextfold.overlays import Written, lending
 from contextfold.patch import MatrixEdit, Patch, Site
 from contextfold.runtime import materialised
 
 BATCH = 16
-LAM0, TOL = 1e-2, 1e-3
-"""As `bake` has them."""
 CHOOSE_BY = 8
 """Calibration questions by which a free number of a baseline is chosen."""
 
@@ -184,7 +182,7 @@ class Batch(Way):
         edits: dict[Site, MatrixEdit] = {}
         for joint, stops in visited(joints, pairs_of(bound.model, frame, examples, BATCH)):
             assert isinstance(joint, OuterJoint)
-            moments = Moments(joint.shape[1], joint.shape[0], guarded(joint, stops))
+            moments = Moments(joint.shape[1], joint.shape[0], kept_span(joint, stops))
             for full, reduced in stops:
                 moments.add(reduced.source, full.output - reduced.output)
             delta = moments.solve(LAM0, TOL).delta

@@ -51,9 +51,10 @@ def _recovery_table(verdict: ReusableVerdict) -> Table:
         table.add_row(f"patch × {factor:g}", f"{share:.1%}", _bar(share), "", "")
     others = {f"from {count} questions": recovery for count, recovery in verdict.fewer.items()}
     for name, control in verdict.controls.items():
-        others[f"{name.replace('_', ' ')} (control)"] = control
+        label = name.replace("_", " ")
+        others[f"{label} (control)"] = control
         if name in verdict.windows:
-            others[f"{name.replace('_', ' ')} (in window)"] = verdict.windows[name]
+            others[f"{label} (in window)"] = verdict.windows[name]
     for name, c in others.items():
         table.add_row(name, f"{c.share:.1%}", _bar(c.share), number(c.patched.mean), f"{c.patched.top1:.0%}")
     table.add_row("same answers, left alone", f"{verdict.same_answers:.0%}", _bar(verdict.same_answers), "", "")

@@ -1,6 +1,6 @@
 """Reusable patches: a context learnt from questions and answers, in closed form, layer by layer."""
 
-from contextfold.bake.door import EMPHASIS, Baked, bake, places
+from contextfold.bake.door import EMPHASIS, LAM0, TOL, Baked, bake, places
 from contextfold.bake.estimators import ESTIMATORS, Estimator, estimator
 from contextfold.bake.examples import Example, Frame, answered, digest_of
 from contextfold.bake.joint import joints_of
@@ -12,6 +12,8 @@ __all__ = [
     "EMPHASIS",
     "ESTIMATORS",
     "GRID",
+    "LAM0",
+    "TOL",
     "Baked",
     "BakedSite",
     "Estimator",

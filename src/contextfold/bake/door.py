@@ -22,7 +22,13 @@ from contextfold.notebook import card, short
 from contextfold.patch import Edit, Patch, Site
 from contextfold.store import Store, key_of
 
-__all__ = ["EMPHASIS", "Baked", "bake", "places"]
+__all__ = ["EMPHASIS", "LAM0", "TOL", "Baked", "bake", "places"]
+
+LAM0 = 1e-2
+"""Penalty of the ridge, relative."""
+
+TOL = 1e-3
+"""Share of what is explained that may go for a lower rank."""
 
 EMPHASIS = 4.0
 """What an error counts where an answer is said, in units of one where a question is read; see docs/bake.md."""
@@ -54,8 +60,8 @@ def bake(
     examples: Sequence[Example],
     *,
     method: str = ESTIMATORS[0].name,
-    lam0: float | None = 1e-2,
-    tol: float = 1e-3,
+    lam0: float | None = LAM0,
+    tol: float = TOL,
     emphasis: float = EMPHASIS,
     batch: int = 16,
     store: Path | None = None,

@@ -131,13 +131,13 @@ class OuterJoint(Joint):
 
     def branch(self, full: Stop, reduced: Stop) -> Tensor:
         """`g (n, d)`, float64: what lifts the run without the context to the finished sum of the one with it."""
-        given = self.given(full)
-        return given + (self.joined(full) - self.joined(reduced)) / self.alpha.to(given.device)
+        own = self.unedited(full)
+        return own + (self.joined(full) - self.joined(reduced)) / self.alpha.to(own.device)
 
-    def given(self, stop: Stop) -> Tensor:
+    def unedited(self, stop: Stop) -> Tensor:
         """`(n, d)`, float64: the branch that the map makes without an edit."""
-        given = stop.output.double()
-        return given if self.norm is None else self.norm.unscaled(given) * self.norm.scale
+        output = stop.output.double()
+        return output if self.norm is None else self.norm.unscaled(output) * self.norm.scale
 
     def survey(self, stops: Stops) -> None:
         """Behind a norm channels are in each other's way, and what varies little is as much to be met as what does."""
@@ -146,7 +146,7 @@ class OuterJoint(Joint):
         count, zero = 0, torch.zeros((), dtype=torch.float64, device=stops[0][0].given.device)
         total, square = zero, zero
         for full, _ in stops:
-            sums = self.given(full) + self.joined(full) / self.alpha.to(zero.device)
+            sums = self.unedited(full) + self.joined(full) / self.alpha.to(zero.device)
             count, total, square = count + sums.shape[0], total + sums.sum(0), square + sums.square().sum(0)
         variance = (square / count - (total / count).square()).clamp_min(0)
         self.channels = _evened(variance, self.norm.scale.double())

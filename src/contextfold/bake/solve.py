@@ -21,7 +21,7 @@ from contextfold.rules import refit_scale
 from contextfold.rules.base import finite, refuse_if
 from contextfold.solving import solved
 
-__all__ = ["GRID", "Pair", "guarded", "pairs_of", "solve", "visited"]
+__all__ = ["GRID", "Pair", "kept_span", "pairs_of", "solve", "visited"]
 
 Pair = tuple[Lane, Lane]
 """The same tokens with what is aimed at, and without the context, edited."""
@@ -139,7 +139,7 @@ def visited(joints: Sequence[Joint], pairs: Sequence[Pair]) -> Iterator[tuple[Jo
             give_back_freed_memory()
 
 
-def guarded(joint: Joint, stops: Stops) -> Tensor:
+def kept_span(joint: Joint, stops: Stops) -> Tensor:
     """An orthonormal basis `(k, in)` of what the kept tokens put in, float64."""
     guard = stops[0][1].guard.double()
     finite(joint.name, guard=guard)
@@ -151,7 +151,7 @@ def guarded(joint: Joint, stops: Stops) -> Tensor:
 def _decide(joint: Joint, stops: Stops) -> tuple[float, float]:
     """The penalty of `GRID` under which questions that were left out are missed least, and by how much."""
     groups = torch.cat([reduced.lane.groups for _, reduced in stops])
-    moments = Moments(joint.shape[1], joint.shape[0], guarded(joint, stops))
+    moments = Moments(joint.shape[1], joint.shape[0], kept_span(joint, stops))
     sides = [joint.weighted(full, reduced) for full, reduced in stops]
     s, t = (torch.cat(side) for side in zip(*sides, strict=True))
     errors = left_out(moments.unguarded(s), t, groups, GRID)
@@ -161,7 +161,7 @@ def _decide(joint: Joint, stops: Stops) -> tuple[float, float]:
 
 def _solve(joint: Joint, stops: Stops, lam0: float, tol: float, error: float) -> BakedSite:
     rows = sum(reduced.lane.rows.numel() for _, reduced in stops)
-    moments = Moments(joint.shape[1], joint.shape[0], guarded(joint, stops), rows)
+    moments = Moments(joint.shape[1], joint.shape[0], kept_span(joint, stops), rows)
     for full, reduced in stops:
         s, t = joint.weighted(full, reduced)
         finite(joint.name, s=s, t=t)

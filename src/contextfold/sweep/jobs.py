@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contextfold.bake import ESTIMATORS, estimator
+from contextfold.bake import ESTIMATORS, LAM0, TOL, estimator
 from contextfold.conversion import key_of_file, key_of_text
 from contextfold.errors import InputError, one_line
 from contextfold.files import expanded
@@ -140,13 +140,13 @@ class _Bakes:
         estimators = fields.names("estimators", [ESTIMATORS[0].name])
         for name in estimators:
             estimator(name)
-        penalty = None if fields.get("penalty") == "auto" else fields.number("penalty", 1e-2)
+        penalty = None if fields.get("penalty") == "auto" else fields.number("penalty", LAM0)
         options = {
             "tokens": fields.whole_number("tokens", 32, 1),
             "answers": fields.whole_number("answers", 2, 1, ANSWERS),
             "anchors": fields.whole_number("anchors", 0, 0, min(ANCHORS, len(QUESTIONS))),
             "penalty": penalty,
-            "tol": fields.number("tol", 1e-3),
+            "tol": fields.number("tol", TOL),
             "controls": fields.yes("controls", True),
         }
         return cls(fields, estimators, options)
